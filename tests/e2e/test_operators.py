@@ -224,7 +224,9 @@ def test_failed_responses_are_repaired_by_the_policy_and_trained_on(small_run: R
 
 def test_a_sample_is_traced_to_its_line_and_back(small_run: Run) -> None:
     """From a key of the ledger to the stages of its row and the raw line, and from the row to all its samples."""
-    result, _ = small_run("traced", "schedule.steps=2", *SMALL, "data.pipeline.tasks=[{name: difficulty_rules}]")
+    shaping = "data.pipeline.experiences=[{name: diversity, weight: 0.4}]"
+    settings = ("data.pipeline.tasks=[{name: difficulty_rules}]", shaping)
+    result, _ = small_run("traced", "schedule.steps=2", *SMALL, *settings)
 
     def trace(name: str) -> Any:
         shown = CliRunner().invoke(main, ["data", "trace", str(result.folder), name, "--json"])
@@ -237,6 +239,9 @@ def test_a_sample_is_traced_to_its_line_and_back(small_run: Run) -> None:
     assert ("read", "changed") == (read["what"], changed["what"])
     assert {"difficulty"} <= changed["detail"].keys()
     assert ("train/1/0/0/1/0", 1) == (sample["sample"], sample["step"])
+    (shaper,) = found["operators"]
+    assert ("diversity", 0.4) == (shaper["operator"], shaper["settings"]["weight"])
+    assert {"reward", "unshaped", "diversity"} <= sample["shaped"].keys()
     file, _, line = read["detail"].rpartition(":")
     raw = json.loads(Path(file).read_text().splitlines()[int(line) - 1])
     rows = [json.loads(each) for each in (result.folder / "samples" / "train.jsonl").read_text().splitlines()]
@@ -246,6 +251,8 @@ def test_a_sample_is_traced_to_its_line_and_back(small_run: Run) -> None:
     assert {"train/1/0/0/0/0", "train/1/0/0/1/0"} <= {each["sample"] for each in back["samples"]}
     text = CliRunner().invoke(main, ["data", "trace", str(result.folder), "train/1/0/0/1/0"]).output
     assert "trained on at step 2" in text
+    assert f"shaped: reward {sample['shaped']['unshaped']:.6g} before; reward" in text
+    assert "shaped by diversity 0.1.0(weight=0.4" in text
     listed = CliRunner().invoke(main, ["data", "sets", str(result.folder), "--json"])
     assert ["source", "difficulty_rules"] == [each["operator"].split()[0] for each in json.loads(listed.output)]
 

@@ -249,7 +249,7 @@ def _check_same(checkpoint: Checkpoint, config: RunConfig, tasks: Mapping[str, T
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path, user: str = "run") -> Iterator[None]:
     """Lock the folder for this process, or raise ``run.folder-in-use`` with the process that holds it.
 
     The lock ends with the process, even if it is killed.
@@ -260,7 +260,10 @@ def folder_lock(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             holder = file.read() or "a process that does not say who it is"
-            what, fix = "another run is using this folder", "wait for it, end it, or give this run another folder"
+            what, fix = (
+                f"another {user} is using this folder",
+                f"wait for it, end it, or give this {user} another folder",
+            )
             raise RunError(what, code="run.folder-in-use", where=str(folder), found=holder, fix=fix) from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -139,6 +139,13 @@ def test_a_person_may_allow_a_setting(data: Path, model: Model, json_of: Json) -
     assert [{"name": "words", "words": ["and/or"]}] == made["tasks"]
 
 
+@pytest.mark.parametrize(("allowed", "code"), [("wordz", "plugin.not-found"), ("words.word", "config.invalid-value")])
+def test_what_a_person_allows_exists(data: Path, model: Model, error_of: Json, allowed: str, code: str) -> None:
+    error = error_of("plan", "no and/or", "--data", data, *model.options(), "--allow", allowed)
+    assert code == error["code"]
+    assert "did you mean" in error["message"]
+
+
 def test_rows_cannot_have_code_run(data: Path, model: Model, error_of: Json, started: list[Any]) -> None:
     """A row holds an instruction, and the model obeys it: the plan is refused, and the file is not imported."""
     Path("evil.py").write_text("import pathlib\npathlib.Path('pwned').touch()\ndef f(row):\n    return True\n")

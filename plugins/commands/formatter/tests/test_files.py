@@ -11,8 +11,10 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pytest
+from click.testing import CliRunner
 from pyarrow import parquet
 
+from jackfield.cli import main
 from jackfield.errors import ConfigError, DataError, JackfieldError
 from jackfield_formatter import FormatSettings, SftRow, TaskRow, format_file, read_rows
 
@@ -109,6 +111,21 @@ def test_bad_records_are_set_aside_with_row_and_reason(write: Write, tmp_path: P
     assert "no JSON\n" == aside[3]["record"]
     shown = cli(file, out, "--as", "task", "--replace").output
     assert f"set aside: 4 records; {report['set_aside_file']} says why" in shown
+
+
+@pytest.mark.parametrize("name", ["raw.jsonl", "link.jsonl", "raw.set_aside.jsonl"])
+def test_the_source_is_not_replaced(tmp_path: Path, name: str) -> None:
+    """Not by its own name, not through a link, and not as a file beside the output."""
+    file = tmp_path / ("raw.jsonl" if name != "raw.set_aside.jsonl" else name)
+    file.write_text('{"question": "1?", "answer": "1"}\n')
+    (tmp_path / "link.jsonl").symlink_to(file)
+    before = file.read_bytes()
+    done = CliRunner().invoke(
+        main, ["data", "format", str(file), str(tmp_path / name.replace(".set_aside", "")), "--as", "task", "--replace"]
+    )
+    assert 0 != done.exit_code
+    assert "config.invalid-value" in done.output
+    assert before == file.read_bytes()
 
 
 @pytest.mark.parametrize(

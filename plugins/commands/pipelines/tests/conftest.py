@@ -57,6 +57,7 @@ class _Held(Operator):
         if any("held" in row.values[column] for row in request.rows):
             reader, writer = await asyncio.open_unix_connection(f"{self.config.folder}/held")
             try:
+                writer.write(b"?")  # it can be cancelled from here on
                 if not await reader.read(1):
                     raise RuntimeError("the other end is gone")
             except asyncio.CancelledError:
@@ -227,6 +228,7 @@ class Held:
         await self._server.wait_closed()
 
     async def _arrived(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
         self._writers.append(writer)
         async with self._changed:
             self.count += 1

@@ -11,6 +11,7 @@ count as silence. A process on another machine sends heartbeats over its connect
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import json
 import logging
@@ -102,7 +103,8 @@ class Server:
                 place = self._server.sockets[0].getsockname()[1]
         except OSError as error:
             what = f"{self._name} cannot listen: {error}"
-            raise RpcError(what, code="rpc.address", where=where, fix="choose another port") from error
+            fix = "choose another port" if error.errno == errno.EADDRINUSE else "give an address of this machine"
+            raise RpcError(what, code="rpc.address", where=where, fix=fix) from error
         self.address = Address(
             host=host,
             port=place,

@@ -20,6 +20,7 @@ from jackfield_data_plan.keywords import drafted
 from jackfield_data_plan.parts import as_yaml, plain
 from jackfield_data_plan.sources import Source
 from jackfield_data_plan.trying import DryRun
+from jackfield_data_plan.untrusted import check_allowed
 from jackfield_reward_requests import AiohttpClient
 
 
@@ -104,6 +105,7 @@ class Planning:
             fix = "pip install jackfield-operator-basic"
             found = "; ".join(self.known.left_out) or "none"
             raise DataError("no operator can be used", code="data.plan", expected="operators", found=found, fix=fix)
+        check_allowed(self.options.allowed, self.registry)
 
     def plan(self, corrections: int = CORRECTIONS) -> Plan:
         """Return a plan that is valid and was tried; raise ``data.plan`` if there is none."""

@@ -232,7 +232,7 @@ def filter_stage(config: RunConfig, operator: str, registry: Registry) -> Filter
     context = OperatorContext(columns=names, seed=config.seed)
     records = [step.record for step in steps]
     try:
-        built = [(step, step.record.build(step.settings, context, step.name)) for step in steps[: number + 1]]
+        built = [(step, step.build(context)) for step in steps[: number + 1]]
         step, own = built[-1]
         if own.type != "filter" or not own.decides_by:
             found = f"{step.name}, a {own.type}"

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import attrs
 
+from jackfield.errors import ConfigError, did_you_mean
+from jackfield.plugins.registry import Registry
 from jackfield_data_plan.parts import plain
 
 _LARGEST = 1_000_000  #: numbers above may cost all memory
@@ -32,6 +34,16 @@ _HELP = re.compile(
 _MARKS = re.compile(r"[\\/~$`\x00-\x08\x0e-\x1f]|\.\.|\{\{|\{%")
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  #: module:object
 _SUFFIX = re.compile(r"\S+\.[A-Za-z]\w{0,7}")  #: of a file, or module.object
+
+
+def check_allowed(allowed: Collection[str], registry: Registry) -> None:
+    """Refuse names of operators and settings that do not exist: a mistake would allow nothing, or something else."""
+    for each in allowed:
+        operator, dot, setting = each.partition(".")
+        known = attrs.fields_dict(registry.load("operator", operator).settings_class)
+        if dot and setting not in known:
+            what = f"the operator {operator} has no setting {setting!r}{did_you_mean(setting, known)}"
+            raise ConfigError(what, where="--allow", expected=", ".join(known), found=each)
 
 
 def refusals(operator: str, cls: type, settings: Mapping[str, Any], allowed: Collection[str]) -> Iterator[str]:

@@ -64,11 +64,20 @@ def format_file(
     if out.suffix != ".jsonl":
         expected = "a name that ends with .jsonl"
         raise ConfigError("rows are written as JSON lines", where=str(out), expected=expected, found=out.name)
+    for written in (out, *_beside(out)):
+        if written.exists() and Path(given.path).exists() and written.samefile(given.path):
+            what, fix = "the rows would replace the records that they are made from", "give another name"
+            raise ConfigError(what, where=str(out), expected="another file", found=given.path, fix=fix)
     if out.exists() and not replaces:
         what, fix = "there is a file of this name", "give another name, or replace it (--replace)"
         raise ConfigError(what, where=str(out), expected="a new file", found="a file", fix=fix)
     job = _Job(given=given, out=out, formatter=Formatter(settings=settings), share=maximum_set_aside)
     return asyncio.run(job.run(limit))
+
+
+def _beside(out: Path) -> tuple[Path, Path]:
+    """Return the files of records that were set aside, and of what the rows were made from."""
+    return out.with_name(f"{out.stem}.set_aside.jsonl"), out.with_name(f"{out.stem}.manifest.json")
 
 
 @attrs.frozen
@@ -94,7 +103,7 @@ class _Job:
     why: str = ""  #: why the first record was set aside
 
     async def run(self, limit: int | None) -> FormatReport:
-        aside = self.out.with_name(f"{self.out.stem}.set_aside.jsonl")
+        aside, described = _beside(self.out)
         refused: DataError | None = None
         await self.formatter.start()
         try:
@@ -104,7 +113,7 @@ class _Job:
                         await self._write(file, other, limit)
                         file.flush()
                         manifest = self._manifest(digest_of(partial_file))
-                    replace_file(self.out.with_name(f"{self.out.stem}.manifest.json"), manifest)
+                    replace_file(described, manifest)
                 except DataError as error:
                     if error.code != "data.set-aside":
                         raise

@@ -14,7 +14,7 @@ import attrs
 from jackfield.clock import Clock
 from jackfield.compose.rewards import run_id
 from jackfield.config import RunConfig
-from jackfield.errors import DeadlineExceeded, RpcError
+from jackfield.errors import ConfigError, DeadlineExceeded, RpcError
 from jackfield.sdk.rpc import Address, Connection, connect, stub
 from jackfield_pipelines.guards import disk_errors, locked
 from jackfield_pipelines.protocol import (
@@ -115,7 +115,20 @@ class PipelineClient:
 
     async def _open(self) -> Connection:
         """Connect once. The file is read at each attempt: a service that has started again writes another one."""
-        address = Address.read(self.place / ADDRESS_FILE if self.place.is_dir() else self.place)
+        file = self.place / ADDRESS_FILE if self.place.is_dir() else self.place
+        try:
+            address = Address.read(file)
+        except RpcError as error:
+            if not file.is_file():
+                raise
+            fix = "give the folder of `jackfield data serve`, or the address.json in it"
+            details: Any = {
+                "where": str(file),
+                "expected": "the address of a service",
+                "found": error.found,
+                "fix": fix,
+            }
+            raise ConfigError("data.pipeline.service names another file", **details) from error
         try:
             return await connect(address, self.run, self.clock, {SERVICE: CONTRACT}, kills=False)
         except RpcError as error:

@@ -16,8 +16,8 @@ from jackfield.cli.commands import json_option, show
 from jackfield.config import load_config
 from jackfield_pipelines.lineage import chains
 from jackfield_pipelines.lineage import trace as trace_row
-from jackfield_pipelines.row_sets import ROWS, RowSet
-from jackfield_pipelines.samples import rows_of_samples, steps_of_samples
+from jackfield_pipelines.row_sets import ROWS, SET_ASIDE, RowSet
+from jackfield_pipelines.samples import operators_of_samples, rows_of_samples, shapes_of_samples, steps_of_samples
 from jackfield_pipelines.tasks import pipeline_of
 
 _GRACE_SECONDS = 10.0  #: for closing operators after a signal
@@ -38,7 +38,9 @@ def run(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
     def tell(made: RowSet, was_there: bool) -> None:
         counts = {name: int(count) for name, count in made.manifest["counts"].items()}
-        sets.append({"stage": made.folder.name, **counts, "state": "there" if was_there else "made"})
+        told = {"state": "there" if was_there else "made", "ended": made.manifest.get("ended"), "set_aside_why": ""}
+        told["set_aside_why"] = next((each["why"] for each in made.records(SET_ASIDE)), "")
+        sets.append({"stage": made.folder.name, **counts, **told})
         seen.add(made.folder.name)
 
     last = pipeline_of(config, tell)[-1]
@@ -47,7 +49,10 @@ def run(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
         return
     for each in sets:
         told = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in each.items() if isinstance(value, int))
-        click.echo(f"{each['stage']}  {told}  ({each['state']})")
+        early = f"; ended early by data.pipeline.{each['ended']}" if each["ended"] else ""
+        click.echo(f"{each['stage']}  {told}  ({each['state']}{early})")
+        if each["set_aside_why"]:
+            click.echo(f"  the first that was set aside: {each['set_aside_why']}")
     click.echo(str(last.folder / ROWS))
 
 
@@ -67,17 +72,29 @@ def trace(folder: Path, name: str, as_json: bool) -> None:
     family = {event.row for events in found for event in events}
     wanted = [key for key, own in samples.items() if own in family and name in (key, own, row)]
     trained = steps_of_samples(folder) if wanted else {}
-    made: list[dict[str, Any]] = [{"sample": key, "row": samples[key], "step": trained.get(key)} for key in wanted]
+    shapes = shapes_of_samples(folder, wanted) if wanted else {}
+    made: list[dict[str, Any]] = [
+        {"sample": key, "row": samples[key], "step": trained.get(key), "shaped": shapes.get(key)} for key in wanted
+    ]
+    operators = operators_of_samples(folder) if shapes else []
     if as_json:
-        show({"rows": [[attrs.asdict(event) for event in events] for events in found], "samples": made})
+        rows = [[attrs.asdict(event) for event in events] for events in found]
+        show({"rows": rows, "samples": made, "operators": operators})
         return
     for events in found:
         for event in events:
             settings = ", ".join(f"{name}={value}" for name, value in event.settings.items() if value is not None)
-            click.echo(f"{event.row}  {event.what} by {event.operator} {event.version}({settings}): {event.detail}")
+            by = f"{event.operator} {event.version}".strip() + (f"({settings})" if settings else "")
+            click.echo(f"{event.row}  {event.what} by {by}: {event.detail}")
     for each in made:
         when = "not trained on" if each["step"] is None else f"trained on at step {int(each['step']) + 1}"
         click.echo(f"{each['sample']}  made of {each['row']}, {when}")
+        if each["shaped"] is not None:
+            told = ", ".join(f"{name} {number:.6g}" for name, number in each["shaped"].items() if name != "unshaped")
+            click.echo(f"{each['sample']}  shaped: reward {each['shaped']['unshaped']:.6g} before; {told}")
+    for each in operators:
+        settings = ", ".join(f"{name}={value}" for name, value in each["settings"].items() if value is not None)
+        click.echo(f"shaped by {each['operator']} {each['version']}({settings})")
 
 
 @click.command("sets")
@@ -164,4 +181,5 @@ def label(folder: Path, file: Path, by: str, as_json: bool) -> None:
     if as_json:
         show({"version": str(made.folder), "rows": count})
         return
-    click.echo(f"{made.folder}: labels of {count} rows by {by}" if count else f"{made.folder} has these labels")
+    rows = "row" if count == 1 else "rows"
+    click.echo(f"{made.folder}: labels of {count} {rows} by {by}" if count else f"{made.folder} has these labels")

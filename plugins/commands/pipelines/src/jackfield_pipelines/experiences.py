@@ -14,7 +14,7 @@ from jackfield.config import RunConfig
 from jackfield.errors import ConfigError
 from jackfield.plugins.registry import Registry
 from jackfield_pipelines.lines import Record
-from jackfield_pipelines.made import MadeRow, MadeRows
+from jackfield_pipelines.made import MadeRow, MadeRows, record_operators
 from jackfield_pipelines.process_operators import end_processes
 from jackfield_pipelines.row_sets import KEY
 from jackfield_pipelines.stages import OperatorStage
@@ -48,16 +48,18 @@ class ExperiencePipeline:
     ) -> ExperiencePipeline:
         """Make the operators of a run, which are not started, for one of its reward workers."""
         stages = list[OperatorStage]()
-        for number, step in enumerate(
-            steps_of(config.data.pipeline.experiences, registry, "data.pipeline.experiences", config), 1
-        ):
-            operator = step.record.build(step.settings, context, step.name)
+        steps = steps_of(config.data.pipeline.experiences, registry, "data.pipeline.experiences", config)
+        for number, step in enumerate(steps, 1):
+            operator = step.build(context)
             if operator.selection is not None:
                 what, expected = f"{step.name} puts all rows into an order", "an operator that looks at groups"
                 raise ConfigError(what, where="data.pipeline.experiences", expected=expected, found=step.name)
             seconds = config.data.pipeline.seconds_per_request
             shared: Any = {"name": step.name, "number": number, "clock": context.clock, "seconds": seconds}
+            shared["about"] = step.about
             stages.append(OperatorStage(operator=operator, **shared))
+        if worker == 0:
+            record_operators(Path(config.folder), [step.about for step in steps])
         file = Path(config.folder, "made", f"worker-{worker}.jsonl")
         return cls(stages=stages, steps=config.schedule.steps, rows=MadeRows(file))
 
@@ -131,6 +133,8 @@ class ExperiencePipeline:
                 made[record[KEY]] = MadeRow(
                     key=record[KEY],
                     operator=stage.name,
+                    version=str(stage.about.get("version", "")),
+                    settings=stage.about.get("settings", {}),
                     parents=tuple(parents),
                     values=record,
                     answers="response" in row.values,

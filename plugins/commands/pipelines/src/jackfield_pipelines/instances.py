@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import attrs
 
@@ -84,7 +84,7 @@ class Room:
             for number, step in enumerate(self._steps, 1):
                 if (operator := self._shared.get(number)) is None:
                     operator = await self._made(number, step, states, instance.own)
-                shared: Any = {"clock": Clock(), "seconds": self.job.seconds}
+                shared: Any = {"clock": Clock(), "seconds": self.job.seconds, "about": step.about}
                 stages.append(OperatorStage(name=step.name, number=number, operator=operator, **shared))
             instance.pipeline.stages = stages
 
@@ -95,7 +95,7 @@ class Room:
         context = OperatorContext(clock=Clock(), seed=self.job.seed, target="experiences", count=count)
         gate = Gate(step.name, self._asks)
         context = attrs.evolve(gate.given(context), score=partial(_scored, gate, self._asks))
-        gate.operator = operator = cast(Operator, step.record.build(step.settings, context, step.name))
+        gate.operator = operator = step.build(context)
         if operator.selection is not None:
             what, expected = f"{step.name} puts all rows into an order", "an operator that looks at groups"
             raise ConfigError(what, where="data.pipeline.experiences", expected=expected, found=step.name)

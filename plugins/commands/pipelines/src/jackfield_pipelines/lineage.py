@@ -28,8 +28,7 @@ class Event:
 
 def chains(folder: Path) -> list[list[RowSet]]:
     """Return the sets of a folder in chains, each from a source to a set that no other one was made from."""
-    found = (RowSet.open(each) for each in sorted(folder.iterdir()) if not each.name.startswith("."))
-    sets = {each.digest: each for each in found if each is not None}
+    sets = _sets(folder)
     if not sets:
         fix = "give the folder `data` of a run with data.pipeline, or that of `jackfield data run`"
         raise DataError("there are no sets of rows", code="data.missing", where=str(folder), fix=fix)
@@ -41,7 +40,17 @@ def _to(sets: Mapping[str, RowSet], last: RowSet) -> list[RowSet]:
     chain = [last]
     while (source := sets.get(str(chain[-1].manifest.get("source")))) is not None:
         chain.append(source)
+    before = chain[-1].manifest.get("before", {})
+    if before and (folder := Path(before["folder"]).parent).is_dir():  # its rows are those of another pipeline
+        earlier = _sets(folder)
+        if (made := earlier.get(before["digest"])) is not None:
+            return [*_to(earlier, made), *chain[::-1]]
     return chain[::-1]
+
+
+def _sets(folder: Path) -> dict[str, RowSet]:
+    found = (RowSet.open(each) for each in sorted(folder.iterdir()) if not each.name.startswith("."))
+    return {each.digest: each for each in found if each is not None}
 
 
 def trace(chain: Sequence[RowSet], row: str) -> list[Event]:
@@ -62,7 +71,7 @@ def trace(chain: Sequence[RowSet], row: str) -> list[Event]:
                 events.append(_event(made, key, "made", parents[key]))
             elif key not in before:
                 stem, _, line = key.rpartition(":")
-                events.append(_event(made, key, "read", f"{made.manifest['files'].get(stem, stem)}:{line}"))
+                events.append(_event(made, key, "read", f"{made.manifest.get('files', {}).get(stem, stem)}:{line}"))
             elif changed := {name: value for name, value in record.items() if before[key].get(name, ...) != value}:
                 what = "labelled" if made.manifest["operator"] == LABELS else "changed"
                 events.append(_event(made, key, what, changed))

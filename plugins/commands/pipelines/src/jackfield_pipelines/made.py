@@ -9,7 +9,10 @@ from typing import Any
 import attrs
 import msgspec
 
+from jackfield.files import replace_file
 from jackfield_pipelines.row_sets import KEY
+
+OPERATORS = "operators.json"  #: in the folder `made` of a run
 
 _encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder().decode
 
@@ -20,9 +23,18 @@ class MadeRow:
 
     key: str
     operator: str
+    version: str = ""  #: of the operator's distribution
+    settings: Mapping[str, Any] = attrs.field(factory=dict)  #: of the operator
     parents: tuple[str, ...]  #: keys of the samples that it was made from
     values: Mapping[str, Any]
     answers: bool = True  #: whether the operator gave it a response of its own, and not the parent's alone
+
+
+def record_operators(run: Path, operators: Sequence[Mapping[str, Any]]) -> None:
+    """Write which operators shape the experiences of a run, for its lineage."""
+    folder = run / "made"
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / OPERATORS, _encode(operators))
 
 
 class MadeRows:
@@ -33,12 +45,20 @@ class MadeRows:
         self._keys: set[str] | None = None
 
     def write(self, rows: Sequence[MadeRow], batch: int) -> None:
-        """Append rows that the file does not have; a line has the columns, ``_row``, ``parents``, ``operator``."""
+        """Append rows that the file does not have.
+
+        A line has the columns, ``_row``, ``parents``, and ``operator``, ``version`` and ``settings`` of what made it.
+        """
         if self._keys is None:
             self._keys = self._read()
         new = [row for row in rows if row.key not in self._keys]
         lines = [
-            {**row.values, KEY: row.key, "parents": row.parents, "operator": row.operator, "batch": batch}
+            {
+                **row.values,
+                KEY: row.key,
+                **{name: getattr(row, name) for name in ("parents", "operator", "version", "settings")},
+                "batch": batch,
+            }
             for row in new
         ]
         with self.file.open("ab") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import shutil
@@ -16,6 +17,7 @@ import xxhash
 
 from jackfield.abc.operator import Operator, OperatorContext
 from jackfield.clock import Clock
+from jackfield.errors import ConfigError
 from jackfield.plugins.registry import PluginRecord
 from jackfield.settings import structure
 from jackfield_pipelines.guards import disk_errors, locked
@@ -33,11 +35,28 @@ class Step:
     record: PluginRecord
     settings: Mapping[str, Any]
     entry: int = 0  #: its place in the settings, where one entry may stand for several operators
+    where: str = ""  #: path of the entry in the configuration
 
     @property
     def name(self) -> str:
         """The operator's name."""
         return self.record.name
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Return what rows say of the operator that made them: its name, version and settings."""
+        settings = attrs.asdict(structure(self.record.settings_class, self.settings, self.where))
+        return {"operator": self.name, "version": self.record.version, "settings": settings}
+
+    def build(self, context: OperatorContext) -> Operator:
+        """Make the operator. An error of its settings says where they are."""
+        try:
+            built: Operator = self.record.build(self.settings, context, self.where)
+        except ConfigError as error:
+            if not str(error.where or "").startswith(self.where):
+                error.where = f"{self.where}.{error.where}" if error.where else self.where
+            raise
+        return built
 
 
 @attrs.define(kw_only=True)
@@ -56,6 +75,7 @@ class FilePipeline:
     rows: int = 512  #: of a request
     seconds: float = 600.0  #: deadline of a request
     concurrent: int = 1  #: requests at a time, of operators without a state that compare nothing
+    before: Mapping[str, str] | None = None  #: folder and digest of the set that the only source is
     lock_seconds: float = 3600.0  #: to wait for another process that writes in ``folder``
     context: Callable[[OperatorContext], OperatorContext] = lambda context: context  #: adds names of columns
     services: Services | None = None  #: what operators may ask; None: nothing
@@ -86,12 +106,15 @@ class FilePipeline:
             file.seek(0)
             while part := file.read(1 << 20):
                 digest.update(part)
+        digest.update(b"" if self.before is None else f"keys of {self.before['digest']}".encode())
         named = {stem: name for _, name, stem in files}
-        about = {"operator": "source", "files": named, "digest": digest.hexdigest()}
+        about: dict[str, Any] = {"operator": "source", "files": named, "digest": digest.hexdigest()}
+        about |= {} if self.before is None else {"before": dict(self.before)}
 
         def copy(writer: RowSetWriter) -> None:
             for file, _, stem in files:
-                _copy(file, stem, writer, {"data_source": stem} if len(files) > 1 else {})
+                more = {"data_source": stem} if len(files) > 1 else {}
+                _copy(file, stem, writer, more, has_keys=self.before is not None)
 
         return self._made("0-source", about, copy)
 
@@ -108,7 +131,7 @@ class FilePipeline:
         context = self.context(OperatorContext(folder=scratch, count=partial(_add, counters), **shared))
         gate = None if self.services is None else Gate(step.name, self.services)
         given = context if gate is None else gate.given(context)
-        operator: Operator = step.record.build(step.settings, given, step.name)
+        operator = step.build(given)
         plain = attrs.asdict(structure(step.record.settings_class, step.settings, step.name))
         later = {name: plain.pop(name) for name in operator.decides_by}
         about |= {"settings": plain, "operator_version": operator.version}
@@ -192,11 +215,13 @@ def _digest(about: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def _copy(file: BinaryIO, stem: str, writer: RowSetWriter, more: Mapping[str, str]) -> None:
+def _copy(file: BinaryIO, stem: str, writer: RowSetWriter, more: Mapping[str, str], *, has_keys: bool) -> None:
     """Write the records of a file of JSON lines with their keys (stem and line) and the columns that they lack."""
     decode, part = msgspec.json.Decoder().decode, list[bytes]()
     file.seek(0)
     for number, line in enumerate(file, 1):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
             continue
         key = f"{stem}:{number}"
@@ -208,7 +233,7 @@ def _copy(file: BinaryIO, stem: str, writer: RowSetWriter, more: Mapping[str, st
             why = f"no JSON object: {error}"[:300]
             writer.append(SET_ASIDE, [{KEY: key, "why": why, "operator": "source"}])
             continue
-        part.append(keyed(line, record, key, more))
+        part.append(line if has_keys else keyed(line, record, key, more))
         if len(part) == 4096:
             writer.append_lines(ROWS, part)
             part = []

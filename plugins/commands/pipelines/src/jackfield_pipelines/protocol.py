@@ -43,6 +43,7 @@ class TaskJob:
     rows: int  #: of a request
     seconds: float  #: deadline of a request
     concurrent: int = 1  #: requests at a time
+    before: Mapping[str, str] | None = None  #: folder and digest of the set that the only file is
 
 
 @attrs.frozen(kw_only=True)
@@ -72,6 +73,7 @@ class Opened:
 
     reads: Sequence[str]
     states: list[Any] | None  #: of new operators; None: the run has given states
+    operators: Sequence[Mapping[str, Any]] = ()  #: their names, versions and settings
 
 
 @attrs.frozen(kw_only=True)

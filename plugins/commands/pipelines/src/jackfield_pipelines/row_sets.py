@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 import attrs
 import msgspec
+import xxhash
 
 from jackfield.data.formats import ROW
 from jackfield.errors import DataError
@@ -43,9 +44,14 @@ class RowSet:
         return int(self.manifest["counts"]["rows"])
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines of its rows, each with its end."""
+        """Yield the lines of its rows, each with its end. Other bytes raise ``data.row-set`` after the last line."""
+        read = xxhash.xxh3_64()
         with (self.folder / ROWS).open("rb") as file:
-            yield from file
+            for line in file:
+                read.update(line)
+                yield line
+        if read.hexdigest() != self.manifest.get("rows_digest", read.hexdigest()):
+            raise _damaged(self.folder, f"other bytes in {ROWS}")
 
     def records(self, name: str = ROWS) -> Iterator[dict[str, Any]]:
         """Yield the records of one of its files."""
@@ -58,10 +64,13 @@ class RowSet:
         """Open a complete set; None: there is none. A damaged manifest raises ``data.row-set``."""
         try:
             manifest = unseal((folder / MANIFEST).read_bytes())
-            sizes = {name: (folder / name).stat().st_size for name in FILES}
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
+            raise _damaged(folder, str(error)) from error
+        try:
+            sizes = {name: (folder / name).stat().st_size for name in FILES}
+        except OSError as error:
             raise _damaged(folder, str(error)) from error
         if sizes != manifest["sizes"]:
             raise _damaged(folder, f"sizes {sizes}, not {manifest['sizes']}")
@@ -82,6 +91,8 @@ class RowSetWriter:
     """
 
     def __init__(self, folder: Path) -> None:
+        if folder.exists():
+            raise _damaged(folder, f"no {MANIFEST}")
         self.folder, self._partial = folder, folder.with_name(f".{folder.name}.partial")
         self._partial.mkdir(parents=True, exist_ok=True)
         self.counts: dict[str, float] = {"rows": 0, "removed": 0, "set_aside": 0, "made": 0}
@@ -91,7 +102,11 @@ class RowSetWriter:
             saved = unseal((self._partial / _PROGRESS).read_bytes())
             if all((self._partial / name).stat().st_size >= saved["sizes"][name] for name in FILES):
                 sizes, self.counts, self.state = saved["sizes"], saved["counts"], saved["state"]
+        self._rows = xxhash.xxh3_64()
         self._files = {name: _at(self._partial / name, size) for name, size in sizes.items()}
+        with (self._partial / ROWS).open("rb") as file:
+            while part := file.read(1 << 20):
+                self._rows.update(part)
 
     def append(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
         """Append records to a file."""
@@ -100,7 +115,10 @@ class RowSetWriter:
     def append_lines(self, name: str, lines: Sequence[bytes]) -> None:
         """Append records that are lines of JSON to a file."""
         if lines:
-            self._files[name].write(b"".join(lines))
+            part = b"".join(lines)
+            self._files[name].write(part)
+            if name == ROWS:
+                self._rows.update(part)
             self.counts[_COUNTED[name]] += len(lines)
 
     def progress(self, state: Any) -> None:
@@ -117,7 +135,7 @@ class RowSetWriter:
             file.close()
         (self._partial / _PROGRESS).unlink(missing_ok=True)
         sizes = {name: (self._partial / name).stat().st_size for name in FILES}
-        whole = {**manifest, "counts": self.counts, "sizes": sizes}
+        whole = {**manifest, "counts": self.counts, "sizes": sizes, "rows_digest": self._rows.hexdigest()}
         replace_file(self._partial / MANIFEST, seal(json.dumps(whole)))
         sync_tree(self._partial)
         self._partial.rename(self.folder)

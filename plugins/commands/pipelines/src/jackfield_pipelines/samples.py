@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jackfield.data.formats import ROW
 from jackfield.queue.store import effective_acks, find_store, read_ledger
+from jackfield_pipelines.made import OPERATORS
 
 
 def rows_of_samples(run: Path) -> dict[str, str]:
@@ -19,6 +21,28 @@ def rows_of_samples(run: Path) -> dict[str, str]:
     for key, row in (*_from_scores(run / "scores"), *_from_tables(run / "samples")):
         found.setdefault(key, row)
     return found
+
+
+def shapes_of_samples(run: Path, keys: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Return by key what operators on experiences did to samples: the score, that before, and the operators' numbers.
+
+    There are none without scores, or without such operators.
+    """
+    if not (run / "made" / OPERATORS).exists():
+        return {}
+    found = dict[str, dict[str, Any]]()
+    for key, score, metrics in _scores(run / "scores", ("score", "metrics")):
+        numbers = json.loads(metrics) if isinstance(metrics, str) else metrics or {}
+        if key in keys and "unshaped" in numbers:
+            found[key] = {"reward": score, **numbers}
+    return found
+
+
+def operators_of_samples(run: Path) -> list[dict[str, Any]]:
+    """Return name, version and settings of the operators on a run's experiences."""
+    file = run / "made" / OPERATORS
+    operators: list[dict[str, Any]] = json.loads(file.read_bytes()) if file.exists() else []
+    return operators
 
 
 def steps_of_samples(run: Path) -> Mapping[str, int | None]:
@@ -33,21 +57,26 @@ def steps_of_samples(run: Path) -> Mapping[str, int | None]:
 
 
 def _from_scores(folder: Path) -> Iterator[tuple[str, str]]:
+    for key, record in _scores(folder, ("extra_info",)):
+        values = json.loads(record) if isinstance(record, str) else record or {}
+        if isinstance(row := values.get(ROW), str):
+            yield key, row
+
+
+def _scores(folder: Path, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys of scored samples, with columns of the scores."""
+    names = ("key", *columns)
     for file in sorted(folder.glob("*.parquet")):
         from pyarrow import parquet
 
-        table = parquet.read_table(file, columns=["key", "extra_info"])
-        for key, record in zip(*(table[name].to_pylist() for name in ("key", "extra_info")), strict=True):
-            values = json.loads(record) if isinstance(record, str) else record or {}
-            if isinstance(row := values.get(ROW), str):
-                yield key, row
+        table = parquet.read_table(file, columns=list(names))
+        yield from zip(*(table[name].to_pylist() for name in names), strict=True)
     for file in sorted(folder.glob(".*.jsonl")):  # of a process that still runs, or was killed
         with file.open("rb") as lines:
             for line in lines:
                 if line.endswith(b"\n"):
                     record = json.loads(line)
-                    if isinstance(row := (record.get("extra_info") or {}).get(ROW), str):
-                        yield record["key"], row
+                    yield tuple(record.get(name) for name in names)
 
 
 def _from_tables(folder: Path) -> Iterator[tuple[str, str]]:

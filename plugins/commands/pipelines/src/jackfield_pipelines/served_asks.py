@@ -29,7 +29,7 @@ class ServedAsks(Services):
         """Refuse operators that use what is not there, before anything is computed."""
         try:
             for number, step in enumerate(steps):
-                operator: Operator = step.record.build(step.settings, OperatorContext(), step.name)
+                operator: Operator = step.build(OperatorContext())
                 for use in operator.uses:
                     self._need(use, f"{where}[{number}]", step.name)
         except BaseException:

@@ -18,7 +18,7 @@ from jackfield.sdk.rpc import Connection
 from jackfield_pipelines.client import PipelineClient, client_of
 from jackfield_pipelines.experiences import ExperiencePipeline, Shaped
 from jackfield_pipelines.lines import Record
-from jackfield_pipelines.made import MadeRows
+from jackfield_pipelines.made import MadeRows, record_operators
 from jackfield_pipelines.protocol import (
     FRAME_BYTES,
     ExperienceJob,
@@ -40,6 +40,7 @@ class ServedPipeline(ExperiencePipeline):
     client: PipelineClient
     job: ExperienceJob
     count: Callable[[str, float], None]
+    recorded: Path | None = None  #: the run's folder, which gets what the operators are
     opened: Opened = attrs.field(factory=lambda: Opened(reads=(), states=None))
     _now: list[Any] | None = attrs.field(default=None, init=False)  #: states; None: of operators that are new
     _at: Connection | None = attrs.field(default=None, init=False)  #: where the operators have these states
@@ -57,6 +58,7 @@ class ServedPipeline(ExperiencePipeline):
             client=client_of(config, context.clock, f" (worker {worker})"),
             job=ExperienceJob(**job, seconds=settings.seconds_per_request),
             count=context.count,
+            recorded=Path(config.folder) if worker == 0 else None,
         )
 
     @property
@@ -91,6 +93,8 @@ class ServedPipeline(ExperiencePipeline):
             if self._now is not None:
                 await _add(service, encode(self._now))
             self.opened = await service.open(self.job, self._now is not None)
+            if self.recorded is not None:
+                record_operators(self.recorded, self.opened.operators)
             self._now = self.opened.states if self._now is None else self._now
             self._at = connection
 

@@ -194,6 +194,7 @@ class Pipelines(PipelineService):
                 rows=job.rows,
                 seconds=job.seconds,
                 concurrent=job.concurrent,
+                before=job.before,
                 context=lambda context: attrs.evolve(context, columns=job.columns),
                 services=asks,
                 tell=tell,
@@ -258,7 +259,11 @@ class Pipelines(PipelineService):
             await self._leave(room, instance)
             raise
         self._instances[connection] = room, instance
-        return Opened(reads=sorted(instance.pipeline.reads), states=None if restores else instance.states)
+        return Opened(
+            reads=sorted(instance.pipeline.reads),
+            states=None if restores else instance.states,
+            operators=[stage.about for stage in instance.pipeline.stages],
+        )
 
     async def add(self, part: bytes, further: bool) -> None:
         """Keep a part of what the next call needs; ``further`` ones follow others."""
@@ -332,7 +337,7 @@ async def serving(config: ServeConfig, clock: Clock | None = None) -> AsyncItera
     clock, folder = clock or Clock(), Path(config.folder)
     folder.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
-        stack.enter_context(folder_lock(folder))
+        stack.enter_context(folder_lock(folder, "service"))
         pipelines, file = Pipelines(config, discover(), clock), folder / ADDRESS_FILE
         stack.push_async_callback(pipelines.close)
         services = {SERVICE: Service(target=pipelines, contract=CONTRACT)}

@@ -61,6 +61,7 @@ class OperatorStage:
     name: str  #: of the operator
     number: int = 0  #: of the operator in its pipeline, from 1; rows that it makes have it in their keys
     operator: Operator
+    about: Mapping[str, Any] = attrs.field(factory=dict)  #: version and settings, for rows that it makes
     clock: Clock = attrs.field(factory=Clock)
     rows: int = 512  #: rows of a request
     seconds: float = 600.0  #: deadline of a request
@@ -73,6 +74,8 @@ class OperatorStage:
     def __attrs_post_init__(self) -> None:
         """Look up once what the operator declares."""
         self.reads, self.writes = frozenset(self.operator.reads), frozenset(self.operator.writes)
+        if KEY in self.writes:
+            raise self._broken("its columns, with the keys of rows", "columns of the row", KEY)
 
     async def apply(self, records: Mapping[str, Record], *, batch: int = 0, steps: int = 0) -> OperatorResult:
         """Process records by key; rows with which the operator fails are set aside, each with its reason."""

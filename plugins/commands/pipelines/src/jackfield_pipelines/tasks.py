@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO
 import attrs
 import msgspec
 
+from jackfield.abc.operator import OperatorContext
 from jackfield.clock import Clock
 from jackfield.compose.libraries import readers
 from jackfield.config import RunConfig
@@ -27,9 +29,10 @@ from jackfield_pipelines.client import prepare, sources_of
 from jackfield_pipelines.pipeline import FilePipeline, Step
 from jackfield_pipelines.process_operators import INTERPRETER, Interpreters
 from jackfield_pipelines.protocol import TaskJob
-from jackfield_pipelines.row_sets import KEY, ROWS, RowSet
+from jackfield_pipelines.row_sets import KEY, REMOVED, ROWS, SET_ASIDE, RowSet
 from jackfield_pipelines.services import Services
 from jackfield_pipelines.stages import Limits
+from jackfield_pipelines.versions import set_at
 
 _FIRST = 8  #: records that say what all are
 
@@ -51,7 +54,7 @@ def steps_of(
         record = interpreters.record(registry, name, interpreter, f"{place}.{INTERPRETER}")
         made: Any = structure(record.settings_class, own, place)
         several = made.stages() if hasattr(made, "stages") else [own]
-        steps += [Step(record=record, settings=each, entry=number) for each in several]
+        steps += [Step(record=record, settings=each, entry=number, where=place) for each in several]
     return steps
 
 
@@ -60,13 +63,9 @@ def prepare_tasks(config: RunConfig, *, answers: bool = False) -> TaskSet:
 
     The tasks come in the order of the rows if an operator has put them into one. Sets with weights stay sets.
     """
-    found, orders = pipeline_of(config, _tell), False
-    sets = sets_of(config.data.train)
+    found, sets = pipeline_of(config, _tell), sets_of(config.data.train)
     orders = any("orders" in each.manifest for each in found)
     weights = [each.weight for each in sets if each.weight is not None]
-    if orders and weights:
-        what = "an operator puts all tasks into an order, and sets come by their weights"
-        raise config.refusal("data.train", what, "sets without weights, or no operator that orders")
     form, names = _formats(config, sets)[0], stems_of(sets)
     rows = found[-1].folder / ROWS
     if weights:
@@ -128,7 +127,9 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
     names = {"prompt": form.messages_key or form.prompt_key, "answer": form.answer_key}
     names |= {"response": form.response_key, "rejected": form.rejected_key}
     columns = {name: column for name, column in names.items() if column}
+    before = set_at(Path(sets[0].path)) if len(sets) == 1 else None
     pipeline = FilePipeline(
+        before=None if before is None else {"folder": str(before.folder.absolute()), "digest": before.digest},
         folder=Path(settings.folder or Path(config.folder, "data")),
         steps=steps,
         seed=config.seed,
@@ -149,6 +150,9 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
         tell=tell,
     )
 
+    for step in steps:  # all settings are checked before the first row
+        step.build(OperatorContext(columns=columns, target="tasks"))
+
     async def run(files: Sequence[tuple[BinaryIO, str, str]]) -> list[RowSet]:
         clock = Clock()
         services = Services(config=config, registry=registry, clock=clock, form=form)
@@ -158,7 +162,9 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
             await services.close()
 
     async def served(files: Sequence[tuple[BinaryIO, str, str]]) -> list[RowSet]:
-        shared: Any = {name: getattr(pipeline, name) for name in ("seed", "limits", "rows", "seconds", "concurrent")}
+        shared: Any = {
+            name: getattr(pipeline, name) for name in ("seed", "limits", "rows", "seconds", "concurrent", "before")
+        }
         job = TaskJob(operators=settings.tasks, files=sources_of(files), form=form, columns=columns, **shared)
         return await prepare(config, job, [file for file, _, _ in files], pipeline.folder, tell)
 
@@ -168,9 +174,34 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
         work = run(files) if settings.service is None else served(files)
         found = thread.submit(lambda: asyncio.run(work)).result()
     if not len(found[-1]):
-        details: Any = {"where": "data.pipeline.tasks", "expected": "one row or more"}
-        raise DataError("no task is left after the pipeline", code="data.empty", found="none", **details)
+        raise _empty(found)
+    if any("orders" in each.manifest for each in found) and any(each.weight is not None for each in sets):
+        what, expected = (
+            "an operator puts all tasks into an order, and sets come by their weights",
+            "sets without weights",
+        )
+        fix = "leave out the weights, or the operator that orders"
+        raise ConfigError(what, where="data.train", expected=expected, found="sets with weights", fix=fix)
     return found
+
+
+def _empty(found: Sequence[RowSet]) -> DataError:
+    """Say which stage left no row, and why the first ones went."""
+    made = next(each for each in found if not len(each))
+    if made is found[0] and not made.manifest["counts"]["set_aside"]:
+        files = ", ".join(made.manifest.get("files", {}).values())
+        expected, fix = "one record or more", "correct data.train, or the program that wrote it"
+        return DataError("there are no records", code="data.empty", where=files, expected=expected, fix=fix)
+    why = [each["why"] for name in (SET_ASIDE, REMOVED) for each in itertools.islice(made.records(name), 1)]
+    counts = f"{made.manifest['counts']['set_aside']:.0f} set aside, {made.manifest['counts']['removed']:.0f} removed"
+    fix = f"correct the rows or the settings; {SET_ASIDE} and {REMOVED} in that folder have all reasons"
+    details: Any = {"where": str(made.folder), "expected": "one row or more", "fix": fix}
+    return DataError(
+        "no task is left after the pipeline",
+        code="data.empty",
+        found=f"{counts}: {why[0] if why else made.manifest.get('ended')}",
+        **details,
+    )
 
 
 def _tell(made: RowSet, was_there: bool) -> None:

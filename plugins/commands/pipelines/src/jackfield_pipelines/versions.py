@@ -15,7 +15,7 @@ from jackfield.clock import Clock
 from jackfield.errors import DataError, did_you_mean
 from jackfield_pipelines.guards import disk_errors, locked
 from jackfield_pipelines.lines import reader, updated
-from jackfield_pipelines.row_sets import KEY, ROWS, RowSet, RowSetWriter
+from jackfield_pipelines.row_sets import KEY, MANIFEST, ROWS, RowSet, RowSetWriter
 
 LABELS = "labels"  #: the operator in the manifest of a version
 _MARK = f"-{LABELS}-"
@@ -41,11 +41,23 @@ def versions(folder: Path) -> list[RowSet]:
     return found
 
 
-def rows_of(folder: Path) -> Path:
-    """Return the file with the rows of a set: of its newest version, or of the version that ``folder`` is."""
+def version_of(folder: Path) -> RowSet:
+    """Return the newest version of a set, or the version that ``folder`` is."""
     found = versions(folder)
     pinned = [each for each in found if _MARK in folder.name and each.folder.name == folder.name]
-    return (pinned or found)[-1].folder / ROWS
+    return (pinned or found)[-1]
+
+
+def rows_of(folder: Path) -> Path:
+    """Return the file with the rows of a set: of its newest version, or of the version that ``folder`` is."""
+    return version_of(folder).folder / ROWS
+
+
+def set_at(path: Path) -> RowSet | None:
+    """Return the set whose rows are at a path, which is its folder or the file of its rows; None: another file."""
+    if path.is_dir() and (path / MANIFEST).exists():
+        return version_of(path)
+    return RowSet.open(path.parent) if path.name == ROWS and path.exists() else None
 
 
 async def label(folder: Path, file: Path, by: str, clock: Clock) -> tuple[RowSet, int]:
