@@ -16,8 +16,9 @@ from jackfield.cli import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MINIMAL = str(EXAMPLES / "guides" / "minimal.yaml")
-#: A part of a file, and one whose agent a test creates.
+#: A part of a file, one whose agent a test creates, a recipe of Data-Juicer, and columns for the formatter.
 NOT_ALONE = {"guides/ray_runtime.yaml", "scaffolded_agent/grpo.yaml"}
+NOT_ALONE |= {"guides/data_juicer_recipe.yaml", "guides/formatting_columns.yaml"}
 FILES = sorted(str(file.relative_to(EXAMPLES)) for file in EXAMPLES.rglob("*.yaml"))
 #: Algorithms that need more than a model and tasks, and the setting that `jackfield init` names.
 NEED_MORE = {"gdpo": "algorithm.reward_dimensions", "mix": "data.expert", "mix_chord": "data.expert"}
