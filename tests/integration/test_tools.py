@@ -169,7 +169,7 @@ def test_a_machine_without_room_says_what_it_leaves_out(
     (result,) = ci.run([ci.Stage("interpreters", "", ci._interpreters)])
     assert result.passed
     assert result.left_out.startswith("vllm, veomni, torchao, sglang, trackers, clients, agents, data_juicer: ")
-    assert "vllm veomni torchao sglang trackers clients agents" == os.environ[ci.LEFT_OUT]
+    assert "vllm veomni torchao sglang trackers clients agents data_juicer" == os.environ[ci.LEFT_OUT]
     assert "interpreters left out" in capsys.readouterr().out
 
 
