@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import select
 import signal
 import threading
 from pathlib import Path
@@ -312,13 +313,15 @@ def test_a_caller_that_was_busy_does_not_take_its_process_for_blocked(
     async def main() -> None:
         async with pool(file, "act") as many:
             [first, _] = (await many.call({"deed": "tell"}, 30)).value
-            call = asyncio.create_task(many.call({"deed": "wait", "value": 1}, 0.05))
+            call = asyncio.create_task(many.call({"deed": "wait", "value": 1}, 2.0))
+            await many.call({"deed": "tell"}, 30)  # the one before it waits now
             process = many._slots[0].process
             assert process is not None
             while not process.heeded:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)  # the cancellation is sent
-            threading.Event().wait(0.3)
+            assert select.select([process._link._socket], [], [], 30)[0]  # the process has seen it
+            threading.Event().wait(0.1)
             assert "timeout" == (await call).status
             assert [first, [1]] == (await many.call({"deed": "tell"}, 30)).value
 
