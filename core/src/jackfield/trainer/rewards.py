@@ -213,7 +213,8 @@ class RewardPipeline:
                 again = batch.tags[indexes[0]]["retry"] < self.role.config.schedule.max_retries
                 emptied.setdefault(again, []).append(name)
         for again, names in emptied.items():
-            await self.role.queue.drop_groups(names, "operators left out all of its samples", again=again)
+            why = f"operators left out all of its samples: {next(iter(removed.values()))}"
+            await self.role.queue.drop_groups(names, why, again=again)
         return [name for names in emptied.values() for name in names]
 
 

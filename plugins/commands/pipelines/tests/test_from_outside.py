@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from click.testing import CliRunner
 
+from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult
 from jackfield.cli import main
+from jackfield.errors import DeadlineExceeded, OperatorError
+from jackfield_pipelines.experiences import ExperiencePipeline
+from jackfield_pipelines.stages import OperatorStage
+from jackfield_testing import in_loop
 
 pytestmark = pytest.mark.timeout(120)
 
 ROWS = [{"question": f"What is {n}+1?", "answer": str(n + 1)} for n in range(1, 5)]
 Data = Callable[..., Any]
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """There are no settings."""
 
 
 class Refused(Exception):
@@ -171,6 +184,116 @@ def test_rows_of_a_labelled_set_keep_their_keys_and_their_past(data: Data, tmp_p
     assert f"read by source: {tmp_path / 'raw.jsonl'}:2" in told
     assert "labelled by labels" in told
     assert "changed by length" in told
+
+
+OPERATOR = """
+import attrs
+from jackfield.abc.operator import Operator, OperatorResult
+
+@attrs.frozen(kw_only=True)
+class Config:
+    '''There are no settings.'''
+
+class Broken(Operator):
+    type = "filter"
+    reads = ("question",)
+    writes = ("n",)
+
+    async def process(self, request):
+        return OperatorResult(updates={row.key: {"n": 1} for row in request.rows})
+
+    def decide(self, rows):
+        return {}
+"""
+FAULTS = {
+    "a key that is not there": "    def decide(self, rows):\n        return {'raw:77': 'why'}\n",
+    "a decision that raises": "    def decide(self, rows):\n        raise RuntimeError('boom')\n",
+    "no decision": "    def decide(self, rows):\n        return None\n",
+    "a start that raises": "    async def start(self):\n        raise RuntimeError('boom')\n",
+    "an end that raises": "    async def close(self):\n        raise RuntimeError('boom')\n",
+    "a setting that is not there": "    decides_by = ('nosuch',)\n",
+    "no result": "    async def process(self, request):\n        return None\n",
+    "a row twice": "    async def process(self, request):\n        each = {row.key: 'x' for row in request.rows}\n"
+    "        return OperatorResult(removed=each, set_aside=each)\n",
+}
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``broken(code)``: lay out the operator ``broken`` with other methods, as pip leaves a package."""
+    monkeypatch.syspath_prepend(tmp_path / "site")
+
+    def do(code: str) -> None:
+        package, about = tmp_path / "site" / "broken_operator", tmp_path / "site" / "broken_operator-1.0.dist-info"
+        package.mkdir(parents=True)
+        about.mkdir()
+        (package / "__init__.py").write_text(OPERATOR + code)
+        (package / "broken.toml").write_text(
+            'name = "broken"\nkind = "operator"\nabi = "1.0"\nobject = "broken_operator:Broken"\n'
+            'config = "broken_operator:Config"\ndescription = "An operator of tests"\n'
+        )
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-operator\nVersion: 1.0\n")
+        (about / "entry_points.txt").write_text("[jackfield.operators]\nbroken = broken_operator:broken.toml\n")
+        monkeypatch.delitem(sys.modules, "broken_operator", raising=False)
+
+    return do
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_operator_that_breaks_its_contract_is_named(
+    data: Data, broken: Callable[[str], None], tmp_path: Path, fault: str
+) -> None:
+    """It costs no other stage: nothing of its own is left in the folder."""
+    broken(FAULTS[fault])
+    with pytest.raises(Refused) as refused:
+        data([{"name": "length"}, {"name": "broken"}])
+    assert ("operator.contract", "broken") == (refused.value.code, refused.value.where), str(refused.value)
+    assert "jackfield plugins check" in refused.value.fix
+    assert [] == [*(tmp_path / "out" / "data").glob("2-broken-kept-*")]
+
+
+@in_loop
+async def test_a_reward_that_is_no_number_is_refused() -> None:
+    """Otherwise the run would train on the reward before."""
+
+    class Scored(Operator):
+        type = "scorer"
+        reads = ("reward",)
+        writes = ("reward",)
+        given: Any = None
+
+        async def process(self, request: OperatorRequest) -> OperatorResult:
+            return OperatorResult(updates={row.key: {"reward": self.given} for row in request.rows})
+
+    for given in ("one", None, True, float("nan"), float("inf"), 1e308):
+        operator = Scored(Config(), OperatorContext())
+        operator.given = given
+        pipeline = ExperiencePipeline(stages=[OperatorStage(name="scored", operator=operator)], steps=1)
+        with pytest.raises(OperatorError) as refused:
+            await pipeline.shape({"train/0/0/0/0/0": {"reward": 0.5}}, 0)
+        assert ("operator.contract", "scored") == (refused.value.code, refused.value.where)
+
+
+@in_loop
+async def test_an_operator_that_never_answers_ends_the_pipeline() -> None:
+    """After so many deadlines in a row it is not the rows' fault, however many there are."""
+
+    class Hangs(Operator):
+        type = "mapper"
+        reads = ("n",)
+        writes = ("n",)
+        asked = 0
+
+        async def process(self, request: OperatorRequest) -> OperatorResult:
+            self.asked += 1
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    operator = Hangs(Config(), OperatorContext())
+    stage = OperatorStage(name="hangs", operator=operator, seconds=0.001)
+    with pytest.raises(DeadlineExceeded):
+        await stage.apply({f"r:{n}": {"n": n} for n in range(512)})
+    assert 16 == operator.asked
 
 
 def test_a_file_that_is_no_address_is_refused_at_once(data: Data, tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from jackfield_pipelines.lines import Record
 from jackfield_pipelines.made import MadeRow, MadeRows, record_operators
 from jackfield_pipelines.process_operators import end_processes
 from jackfield_pipelines.row_sets import KEY
-from jackfield_pipelines.stages import OperatorStage
+from jackfield_pipelines.stages import OperatorStage, broken
 from jackfield_pipelines.tasks import steps_of
 
+_LARGEST = 3.4e38  #: of a float32, as rewards are
 _KEPT = 64  #: batches of which the states before them are kept
 
 
@@ -58,6 +59,11 @@ class ExperiencePipeline:
             shared: Any = {"name": step.name, "number": number, "clock": context.clock, "seconds": seconds}
             shared["about"] = step.about
             stages.append(OperatorStage(operator=operator, **shared))
+        if config.mixing.made and all(stage.operator.type != "synthesizer" for stage in stages):
+            details: Any = {"where": "mixing.made", "expected": "an operator that makes rows (a synthesizer)"}
+            found = ", ".join(stage.name for stage in stages)
+            fix = "add one to data.pipeline.experiences, such as repair, or leave out mixing.made"
+            raise ConfigError("no operator makes rows", found=found, fix=fix, **details)
         if worker == 0:
             record_operators(Path(config.folder), [step.about for step in steps])
         file = Path(config.folder, "made", f"worker-{worker}.jsonl")
@@ -117,6 +123,8 @@ class ExperiencePipeline:
                 break
             result = await stage.apply(left, batch=batch, steps=self.steps)
             for key, written in result.updates.items():
+                if "reward" in written and not _is_number(written["reward"]):
+                    raise broken(stage.name, f"{key} a reward", "a finite number", repr(written["reward"])[:200])
                 left[key].update(written)
                 columns.setdefault(key, {}).update(written)
             new = stage.made(result.made, left)
@@ -144,6 +152,10 @@ class ExperiencePipeline:
             self.rows.write(rows, batch)
         own = {key: value for key, value in columns.items() if key not in made}
         return Shaped(columns=own, removed={key: why for key, why in removed.items() if key not in made}, made=rows)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def _samples(key: str, made: Mapping[str, MadeRow]) -> Sequence[str]:

@@ -55,5 +55,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
             there = next(each for each in (folder, *folder.parents) if each.exists())
             found += f" ({shutil.disk_usage(there).free >> 20} MB of the disk were free)"
         fix = "make room, or allow it; the same command goes on with the stages that are complete"
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            fix = "name a folder in data.pipeline.folder, or remove the file that is in its place"
         details: Any = {"where": str(folder), "expected": "room on the disk, and permission to write"}
         raise DataError("rows cannot be written", code="data.row-set-write", found=found, fix=fix, **details) from error

@@ -6,7 +6,7 @@ import codecs
 import contextlib
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +17,7 @@ import xxhash
 
 from jackfield.abc.operator import Operator, OperatorContext
 from jackfield.clock import Clock
-from jackfield.errors import ConfigError
+from jackfield.errors import ConfigError, JackfieldError
 from jackfield.plugins.registry import PluginRecord
 from jackfield.settings import structure
 from jackfield_pipelines.guards import disk_errors, locked
@@ -25,7 +25,7 @@ from jackfield_pipelines.lines import keyed
 from jackfield_pipelines.process_operators import end_processes
 from jackfield_pipelines.row_sets import KEY, ROWS, SET_ASIDE, RowSet, RowSetWriter
 from jackfield_pipelines.services import Gate, Services
-from jackfield_pipelines.stages import Limits, OperatorStage, decide, order
+from jackfield_pipelines.stages import Limits, OperatorStage, broken, decide, order
 
 
 @attrs.frozen(kw_only=True)
@@ -133,6 +133,8 @@ class FilePipeline:
         given = context if gate is None else gate.given(context)
         operator = step.build(given)
         plain = attrs.asdict(structure(step.record.settings_class, step.settings, step.name))
+        if unknown := {*operator.decides_by} - {*plain}:
+            raise broken(step.name, "settings to decide by that it does not have", str([*plain]), str(sorted(unknown)))
         later = {name: plain.pop(name) for name in operator.decides_by}
         about |= {"settings": plain, "operator_version": operator.version}
         if gate is not None and operator.uses:
@@ -175,8 +177,8 @@ class FilePipeline:
             counters=counters,
         )
         with contextlib.closing(RowSetWriter(folder)) as writer:
-            async with _started(operator):
-                await stage.run(source.lines(), writer, self.limits)
+            async with _started(operator, stage.name):
+                await stage.run(source.lines(), writer, self.limits, len(source))
             used: dict[str, Any] = {"counters": stage.counters} if stage.counters else {}
             used |= {"ended": stage.ended} if stage.ended else {}
             made = writer.commit({**about, **used, "digest": digest})
@@ -198,12 +200,25 @@ class FilePipeline:
 
 
 @contextlib.asynccontextmanager
-async def _started(operator: Operator) -> AsyncIterator[None]:
-    await operator.start()
+async def _started(operator: Operator, name: str) -> AsyncIterator[None]:
+    with _named(name, "at its start"):
+        await operator.start()
     try:
         yield
     finally:
-        await operator.close()
+        with _named(name, "at its end"):
+            await operator.close()
+
+
+@contextlib.contextmanager
+def _named(name: str, when: str) -> Iterator[None]:
+    """Name the operator that raised an error of its own."""
+    try:
+        yield
+    except (JackfieldError, OSError):
+        raise
+    except Exception as error:
+        raise broken(name, f"an error {when}", "no error", f"{type(error).__name__}: {error}") from error
 
 
 def _add(counters: dict[str, float], name: str, number: float) -> None:

@@ -17,13 +17,14 @@ import numpy as np
 
 from jackfield.abc.operator import NewRow, Operator, OperatorRequest, OperatorResult, Row, Selection
 from jackfield.clock import Clock
-from jackfield.errors import JackfieldError, OperatorError, WorkerLost
+from jackfield.errors import ConfigError, DeadlineExceeded, JackfieldError, OperatorError, WorkerLost
 from jackfield_pipelines.lines import ALL, Record, encoded, reader, updated
 from jackfield_pipelines.row_sets import KEY, LINEAGE, REMOVED, ROWS, SET_ASIDE, RowSet, RowSetWriter
 
 Lines: TypeAlias = dict[str, bytes]  #: by key
 _decode = msgspec.json.Decoder().decode
 _SAVED_SECONDS = 2.0  #: between two savings of a stage's progress
+_LATE = 16  #: requests in a row that passed their deadline, after which it is not the rows' fault; more than halvings
 _PART = 4096  #: rows that are written together where no operator processes them
 CONTRACT = "operator.contract"  #: the code of a result that the contract does not allow
 
@@ -68,6 +69,7 @@ class OperatorStage:
     concurrent: int = 1  #: requests at a time, of an operator without a state that compares nothing
     counters: dict[str, float] = attrs.field(factory=dict)  #: what the operator has counted
     ended: str | None = attrs.field(default=None, init=False)  #: the limit at which it ended
+    _late: int = attrs.field(default=0, init=False)  #: requests in a row that passed their deadline
     reads: frozenset[str] = attrs.field(init=False)
     writes: frozenset[str] = attrs.field(init=False)
 
@@ -89,7 +91,8 @@ class OperatorStage:
         except (asyncio.CancelledError, WorkerLost):
             raise
         except Exception as error:
-            if getattr(error, "code", "") == CONTRACT:
+            self._late = self._late + 1 if isinstance(error, DeadlineExceeded) else 0
+            if getattr(error, "code", "") == CONTRACT or self._late >= _LATE:
                 raise
             if len(rows) == 1 or self.operator.compares:
                 reason = f"{type(error).__name__}: {error}" if not isinstance(error, JackfieldError) else str(error)
@@ -106,22 +109,22 @@ class OperatorStage:
 
     def decided(self, records: Mapping[str, Record]) -> Mapping[str, str]:
         """Return which records a filter does not keep, by its statistics, with the reasons."""
-        everything = ALL in self.writes
-        rows = [
-            Row(key=key, values=record if everything else {name: record.get(name) for name in self.writes})
-            for key, record in records.items()
-        ]
-        return self.operator.decide(rows)
+        return decision(self.operator, records, self.name)
 
     async def _asked(self, rows: Sequence[Row], batch: int, steps: int) -> OperatorResult:
         request = OperatorRequest(rows=tuple(rows), batch=batch, steps=steps, deadline_seconds=self.seconds)
         who = f"operator '{self.name}' with {len(rows)} rows from {rows[0].key}"
         result = await self.clock.wait_for(self.operator.process(request), self.seconds, who)
         self._check(result, {row.key for row in rows})
+        self._late = 0
         return result
 
     def _check(self, result: OperatorResult, keys: set[str]) -> None:
         """Refuse keys that are not the request's, and columns that the operator does not declare."""
+        if not isinstance(result, OperatorResult):
+            raise self._broken("no result", "an OperatorResult", repr(result)[:200])
+        if both := result.removed.keys() & result.set_aside.keys():
+            raise self._broken("a row twice", "rows that are removed or set aside", repr(next(iter(both))))
         named = itertools.chain(result.updates, result.removed, result.set_aside, *(row.parents for row in result.made))
         if unknown := next((key for key in named if key not in keys), None):
             raise self._broken("a key that is not in its request", "keys of the request", repr(unknown))
@@ -136,15 +139,14 @@ class OperatorStage:
                 raise self._broken("columns that it does not declare", str(sorted(self.writes)), str(sorted(other)))
 
     def _broken(self, what: str, expected: str, found: str) -> OperatorError:
-        message = f"the operator gave {what}"
-        return OperatorError(message, code=CONTRACT, where=self.name, expected=expected, found=found)
+        return broken(self.name, what, expected, found)
 
     def made(self, rows: Sequence[NewRow], records: Mapping[str, Record]) -> list[Record]:
         """Return the records of rows that the operator made of others, with their keys."""
         return _made(rows, records, self.number)
 
-    async def run(self, source: Iterable[bytes], writer: RowSetWriter, limits: Limits) -> None:
-        """Process all lines of a source, from where the writer's progress stands on; write in their order."""
+    async def run(self, source: Iterable[bytes], writer: RowSetWriter, limits: Limits, total: int) -> None:
+        """Process the ``total`` lines of a source, from where the writer's progress stands on; write in their order."""
         done, before = 0, 0.0
         if writer.state:
             done, before = writer.state["read"], writer.state.get("seconds", 0.0)
@@ -161,10 +163,15 @@ class OperatorStage:
                     state = {"operator": self.operator.state(), "counters": self.counters, "seconds": used}
                     writer.progress({"read": done, **state})
                     saved = now
-                if (limit := limits.reached(used, self.counters)) is not None:
+                if "cost" in limits.counters and "tokens" in self.counters and "cost" not in self.counters:
+                    details: Any = {"where": "data.pipeline.maximum_cost", "found": f"none in {self.name}"}
+                    fix = "give the operator the prices of its model, or limit data.pipeline.maximum_tokens"
+                    what, expected = "the cost of an operator is not known", "prices in the operator's settings"
+                    raise ConfigError(what, expected=expected, fix=fix, **details)
+                if done < total and (limit := limits.reached(used, self.counters)) is not None:
                     self.ended = limit
                     return
-        if limits.rows is not None and done >= limits.rows:
+        if limits.rows is not None and limits.rows <= done < total:
             self.ended = "maximum_rows"
 
     async def _results(
@@ -242,15 +249,36 @@ def _made(rows: Sequence[NewRow], records: Mapping[str, Record], stage: int) -> 
     return made
 
 
+def broken(name: str, what: str, expected: str, found: str) -> OperatorError:
+    """Return the error of an operator that does what the contract does not allow."""
+    fix = "correct the operator; `jackfield plugins check` says what else is wrong with it"
+    details: Any = {"where": name, "expected": expected, "found": found, "fix": fix}
+    return OperatorError(f"the operator gave {what}", code=CONTRACT, **details)
+
+
+def decision(operator: Operator, records: Mapping[str, Record], name: str) -> Mapping[str, str]:
+    """Return which records a filter does not keep, by the columns that it writes, with the reasons."""
+    columns = tuple(operator.writes)
+    rows = [
+        Row(key=key, values=record if ALL in columns else {each: record.get(each) for each in columns})
+        for key, record in records.items()
+    ]
+    try:
+        found = operator.decide(rows)
+    except JackfieldError:
+        raise
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+        raise broken(name, "an error instead of a decision", "reasons by the keys of rows", raised) from error
+    if not isinstance(found, Mapping) or not found.keys() <= records.keys():
+        raise broken(name, "another decision than it may", "reasons by the keys of rows", repr(found)[:200])
+    return found
+
+
 def decide(operator: Operator, source: Iterable[bytes], writer: RowSetWriter, name: str) -> None:
     """Keep the rows that a filter keeps, by its statistics alone."""
-    columns = tuple(operator.writes)
-    for lines, records in _parts(source, columns, _PART):
-        rows = [
-            Row(key=key, values=record if ALL in columns else {each: record.get(each) for each in columns})
-            for key, record in records.items()
-        ]
-        lost = _write_lost(writer, OperatorResult(removed=operator.decide(rows)), name)
+    for lines, records in _parts(source, tuple(operator.writes), _PART):
+        lost = _write_lost(writer, OperatorResult(removed=decision(operator, records, name)), name)
         writer.append_lines(ROWS, [line for key, line in lines.items() if key not in lost])
 
 

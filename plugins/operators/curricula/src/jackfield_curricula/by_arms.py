@@ -12,6 +12,7 @@ from attrs.validators import ge, gt, in_, le, lt
 from numpy.typing import NDArray
 
 from jackfield.abc.curriculum import Curriculum, CurriculumTasks
+from jackfield.errors import ConfigError
 from jackfield.sdk import option
 from jackfield_curricula.arms import Arms, arms_of, entropy
 
@@ -80,6 +81,12 @@ class PassRateWindow(ByArms):
     outside: float = option(0.05, "weight of what is outside of the bounds", [ge(0.0), le(1.0)])
     _last: NDArray[np.float32] = attrs.field(init=False)  #: pass rates of the last groups, NaN where there are none
     _place: NDArray[np.int32] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse bounds that no pass rate is within."""
+        if self.low > self.high:
+            details: Any = {"where": "data.curriculum.options.low", "expected": f"at most high ({self.high:g})"}
+            raise ConfigError("no pass rate lies within the bounds", found=f"{self.low:g}", fix="swap them", **details)
 
     def reset(self, arms: int) -> None:
         """Forget all groups."""
