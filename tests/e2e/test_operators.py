@@ -352,6 +352,10 @@ def test_made_samples_need_what_makes_and_what_trains_on_them(small_run: Run) ->
     for settings, where in (
         (("mixing.made={ratio: 1}", by("own_repair")), "mixing.made"),
         (("mixing.made={ratio: 1}", "algorithm.name=mix"), "mixing.made"),
+        (
+            ("mixing.made={ratio: 1}", "algorithm.name=mix", "data.pipeline.experiences=[{name: diversity}]"),
+            "mixing.made",
+        ),
     ):
         with pytest.raises(JackfieldError) as caught:
             small_run("refused", *settings, *SMALL)

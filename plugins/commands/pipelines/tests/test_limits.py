@@ -16,7 +16,7 @@ import pytest
 
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded
+from jackfield.errors import ConfigError, DeadlineExceeded
 from jackfield.plugins.registry import PluginRecord
 from jackfield_pipelines.guards import locked
 from jackfield_pipelines.pipeline import FilePipeline, Step
@@ -38,6 +38,7 @@ class Counting(Operator):
     reads = ("n",)
     writes = ("seen",)
     calls: ClassVar[list[int]] = []
+    prices: ClassVar[bool] = True
 
     async def process(self, request: OperatorRequest) -> OperatorResult:
         self.calls.append(len(request.rows))
@@ -47,7 +48,8 @@ class Counting(Operator):
         for _ in request.rows:
             seen += 1
             self.context.count("tokens", 10)
-            self.context.count("cost", 0.5)
+            if self.prices:
+                self.context.count("cost", 0.5)
         file.write_text(str(seen))
         return OperatorResult(updates={row.key: {"seen": seen} for row in request.rows})
 
@@ -82,6 +84,8 @@ def run(folder: Path, *files: Path, **more: Any) -> list[RowSet]:
         (Limits(counters={"tokens": 60}), 8, "maximum_tokens"),
         (Limits(counters={"tokens": 61, "cost": 2.0}), 4, "maximum_cost"),
         (Limits(rows=6), 6, "maximum_rows"),
+        (Limits(rows=20), 20, None),
+        (Limits(counters={"tokens": 200}), 20, None),
         (Limits(seconds=0.0), 4, "maximum_seconds"),
         (Limits(counters={"tokens": 1000}), 20, None),
     ],
@@ -91,6 +95,13 @@ def test_a_stage_ends_at_a_limit_and_says_so(tmp_path: Path, limits: Limits, row
     made = run(tmp_path, source(tmp_path, "raw", 20), rows=4, limits=limits)[-1]
     assert (rows, ended) == (len(made), made.manifest.get("ended"))
     assert {"tokens": 10.0 * rows, "cost": 0.5 * rows} == made.manifest["counters"]
+
+
+def test_a_limit_of_the_cost_needs_prices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counting, "prices", False)
+    with pytest.raises(ConfigError) as refused:
+        run(tmp_path, source(tmp_path, "raw", 20), rows=4, limits=Limits(counters={"cost": 2.0}))
+    assert "data.pipeline.maximum_cost" == refused.value.where
 
 
 def test_a_set_that_ended_early_is_no_other_limits_set(tmp_path: Path) -> None:

@@ -130,6 +130,12 @@ def test_the_window_leaves_out_what_always_passes_or_fails() -> None:
     assert {3, 4, 5} == set(made.choose(0, 3, random(0)))
 
 
+def test_a_window_in_which_nothing_lies_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        begun("pass_rate_window", 30, by=None, low=0.9, high=0.1)
+    assert "data.curriculum.options.low" == refused.value.where
+
+
 def test_difficulty_moves_as_the_formula_says() -> None:
     made = begun("adaptive_difficulty", start=0.5, rate=0.1, gain=3.0, wanted=0.4)
     made.learn([(1, [1.0, 1.0, 1.0, 0.0])])
