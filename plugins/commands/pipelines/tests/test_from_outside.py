@@ -296,6 +296,15 @@ async def test_an_operator_that_never_answers_ends_the_pipeline() -> None:
     assert 16 == operator.asked
 
 
+def test_a_file_of_rows_beside_a_manifest_of_another_program_is_a_file(data: Data, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_bytes((tmp_path / "raw.jsonl").read_bytes())
+    (folder / "manifest.json").write_text('{"made": "elsewhere"}')
+    rows = Path(data([{"name": "length"}], str(folder / "rows.jsonl")).splitlines()[-1])
+    assert "rows:1" == json.loads(rows.read_text().splitlines()[0])["_row"]
+
+
 def test_a_file_that_is_no_address_is_refused_at_once(data: Data, tmp_path: Path) -> None:
     wrong = tmp_path / "address.json"
     wrong.write_text('{"x": 1}')

@@ -143,6 +143,7 @@ class Planning:
             return [*trial["problems"], *_failures(trial, options.samples)], trial
 
         async def ask() -> Any:
+            """Ask the model, until its answer is valid."""
             http = AiohttpClient()
             planner = Planner(
                 url=str(options.url),

@@ -103,6 +103,7 @@ class _Job:
     why: str = ""  #: why the first record was set aside
 
     async def run(self, limit: int | None) -> FormatReport:
+        """Write the rows of the first ``limit`` records, and the files beside them."""
         aside, described = _beside(self.out)
         refused: DataError | None = None
         await self.formatter.start()

@@ -15,7 +15,10 @@ def found_in(group: str, base: type[Any]) -> dict[str, Callable[[], type[Any]]]:
     """Return the classes of a group by name, each as a function that imports it; raise ``plugin.requirement``."""
 
     def loader(entry: Any) -> Callable[[], type[Any]]:
+        """Return a function that imports the class of an entry point."""
+
         def load() -> type[Any]:
+            """Import the class."""
             place = f"{group}, {entry.name} = {entry.value} of {entry.dist.name if entry.dist else 'a package'}"
             try:
                 found = entry.load()

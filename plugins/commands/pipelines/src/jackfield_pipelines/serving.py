@@ -206,7 +206,7 @@ class Pipelines(PipelineService):
             await asks.close()
 
     def _whole(self, given: SourceFile) -> BinaryIO:
-        """Open a file that came; one with other bytes is removed, so that it comes again."""
+        """Open a file that has come. If it has other bytes, remove it, so that the run sends it again."""
         file = self._file(given.digest).open("rb")
         digest = digest_of(file)
         if digest != given.digest:

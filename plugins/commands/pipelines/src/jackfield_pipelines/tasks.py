@@ -27,7 +27,7 @@ from jackfield.plugins.registry import Registry, discover
 from jackfield.settings import structure
 from jackfield_pipelines.client import prepare, sources_of
 from jackfield_pipelines.pipeline import FilePipeline, Step
-from jackfield_pipelines.process_operators import INTERPRETER, Interpreters
+from jackfield_pipelines.process_operators import INTERPRETER, Interpreters, end_processes
 from jackfield_pipelines.protocol import TaskJob
 from jackfield_pipelines.row_sets import KEY, REMOVED, ROWS, SET_ASIDE, RowSet
 from jackfield_pipelines.services import Services
@@ -119,15 +119,16 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
 
     ``tell`` gets each set, and whether it was there already. Without a row that is left, ``data.empty`` is raised.
     """
-    data, settings = config.data, config.data.pipeline
-    sets = sets_of(data.train, "data.train")
+    settings, sets = config.data.pipeline, sets_of(config.data.train, "data.train")
     registry = discover()
     steps = [] if settings.service else steps_of(settings.tasks, registry, "data.pipeline.tasks", config)
     form = _formats(config, sets)[0]
     names = {"prompt": form.messages_key or form.prompt_key, "answer": form.answer_key}
     names |= {"response": form.response_key, "rejected": form.rejected_key}
     columns = {name: column for name, column in names.items() if column}
+    _check(steps, OperatorContext(columns=columns, target="tasks"))
     before = set_at(Path(sets[0].path)) if len(sets) == 1 else None
+    counters = {"tokens": settings.maximum_tokens, "cost": settings.maximum_cost}
     pipeline = FilePipeline(
         before=None if before is None else {"folder": str(before.folder.absolute()), "digest": before.digest},
         folder=Path(settings.folder or Path(config.folder, "data")),
@@ -137,11 +138,7 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
             rows=settings.maximum_rows,
             seconds=settings.maximum_seconds,
             set_aside=settings.maximum_set_aside,
-            counters={
-                name: limit
-                for name, limit in (("tokens", settings.maximum_tokens), ("cost", settings.maximum_cost))
-                if limit is not None
-            },
+            counters={name: limit for name, limit in counters.items() if limit is not None},
         ),
         rows=settings.rows_per_request,
         seconds=settings.seconds_per_request,
@@ -149,9 +146,6 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
         context=lambda context: attrs.evolve(context, columns=columns),
         tell=tell,
     )
-
-    for step in steps:  # all settings are checked before the first row
-        step.build(OperatorContext(columns=columns, target="tasks"))
 
     async def run(files: Sequence[tuple[BinaryIO, str, str]]) -> list[RowSet]:
         clock = Clock()
@@ -173,16 +167,28 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
         files = list(zip(opened, (each.path for each in sets), stems_of(sets), strict=True))
         work = run(files) if settings.service is None else served(files)
         found = thread.submit(lambda: asyncio.run(work)).result()
+    _check_found(found, sets)
+    return found
+
+
+def _check(steps: Sequence[Step], context: OperatorContext) -> None:
+    """Refuse settings of all operators before the first row."""
+    try:
+        for step in steps:
+            step.build(context)
+    except BaseException:
+        end_processes(step.record for step in steps)
+        raise
+
+
+def _check_found(found: Sequence[RowSet], sets: Sequence[DataSet]) -> None:
+    """Refuse that no row is left, and an order of sets that come by their weights."""
     if not len(found[-1]):
         raise _empty(found)
     if any("orders" in each.manifest for each in found) and any(each.weight is not None for each in sets):
-        what, expected = (
-            "an operator puts all tasks into an order, and sets come by their weights",
-            "sets without weights",
-        )
-        fix = "leave out the weights, or the operator that orders"
-        raise ConfigError(what, where="data.train", expected=expected, found="sets with weights", fix=fix)
-    return found
+        what = "an operator puts all tasks into an order, and sets come by their weights"
+        details: Any = {"where": "data.train", "expected": "sets without weights", "found": "sets with weights"}
+        raise ConfigError(what, fix="leave out the weights, or the operator that orders", **details)
 
 
 def _empty(found: Sequence[RowSet]) -> DataError:

@@ -57,7 +57,12 @@ def set_at(path: Path) -> RowSet | None:
     """Return the set whose rows are at a path, which is its folder or the file of its rows; None: another file."""
     if path.is_dir() and (path / MANIFEST).exists():
         return version_of(path)
-    return RowSet.open(path.parent) if path.name == ROWS and path.exists() else None
+    if path.name != ROWS or not path.exists():
+        return None
+    try:
+        return RowSet.open(path.parent)
+    except DataError:  # a file of this name beside a manifest of another program
+        return None
 
 
 async def label(folder: Path, file: Path, by: str, clock: Clock) -> tuple[RowSet, int]:
