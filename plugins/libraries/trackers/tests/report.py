@@ -67,8 +67,10 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 def read_wandb(folder: Path, _: str) -> dict[str, Any]:
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
+    wandb.teardown()  # waits for wandb's own process, which writes the end of the file after the run has finished
     points, ids, config, tables, codes = [], set(), {}, 0, []
     for file in sorted(folder.glob("trackers/wandb/offline-run-*/*.wandb")):
         for data in records(file.read_bytes()):
