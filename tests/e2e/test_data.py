@@ -156,3 +156,16 @@ def test_explain_says_what_is_recognised(verl: Path, made: Path) -> None:
     assert 0 == shown.exit_code, shown.output
     assert f"train tasks: {verl} has verl's prompts" in shown.output
     assert "eval tasks: " in shown.output
+
+
+def test_without_exploration_the_reward_is_tried_on_a_task_of_the_evaluation(small_run: Run, tmp_path: Path) -> None:
+    """A preference has no ground truth, and no reward scores it."""
+    pairs, wrong = tmp_path / "pairs.jsonl", tmp_path / "wrong.jsonl"
+    pairs.write_text(json.dumps({"prompt": "1 + 2 =", "chosen": "3", "rejected": "4"}) + "\n")
+    wrong.write_text(json.dumps({"question": "1 + 2 =", "answer": " "}) + "\n")
+    own = (f"data.train={pairs}", "algorithm.name=dpo", "data.groups_per_batch=1", "evaluation.every=3")
+    _, lines = small_run("pairs", *own, file="warmup.yaml")
+    assert "evaluation" in {line["kind"] for line in lines}
+    with pytest.raises(JackfieldError) as caught:
+        small_run("wrong", *own, f"data.eval={wrong}", file="warmup.yaml")
+    assert "reward.first-task" == caught.value.code

@@ -208,8 +208,11 @@ def describe(config: RunConfig) -> list[str]:
 
 
 def example(config: RunConfig) -> ScoreRequest | None:
-    """Return a sample of the first training task with its own answer; None if the tasks are not on this machine."""
-    for each in sets_of(config.data.train)[:1]:
+    """Return a sample of the first task that the reward scores with its own answer; None if it is not on this machine.
+
+    That is a training task, or without exploration a task of the evaluation.
+    """
+    for each in sets_of(config.data.eval if config.mode == "offline" else config.data.train)[:1]:
         with contextlib.suppress(JackfieldError):
             task: Task = open_tasks([each], config.data.format, first=FIRST)[0]
             answer = task.ground_truth if task.response is None else plain_text(task.response)
