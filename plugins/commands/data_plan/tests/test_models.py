@@ -224,7 +224,7 @@ class Config:
 
 class Odd(Operator):
     """Does what it should not."""
-    type = "scorer"
+    type = "mapper"
     reads = ("question",)
     writes = ("odd",)
 

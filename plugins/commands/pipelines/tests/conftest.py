@@ -147,8 +147,64 @@ class Plain(_Held):
     async def process(self, request):
         self.say("plain")
         return OperatorResult(updates={row.key: {"length": len(row.values["response"])} for row in request.rows})
+
+
+class Odd(Operator):
+    """Gives each row the score that its text names."""
+
+    type = "scorer"
+    reads = ("question", "response")
+    writes = ("score", "reward")
+    scores = {"text": "high", "nan": float("nan"), "infinity": float("-inf"), "huge": 10**400, "list": [1.0]}
+    scores |= {"none": None, "number": 0.5, "true": True}
+
+    async def process(self, request):
+        name = "score" if self.context.target == "tasks" else "reward"
+        texts = {row.key: row.values.get("question") or row.values["response"] for row in request.rows}
+        return OperatorResult(updates={key: {name: self.scores[text]} for key, text in texts.items()})
+
+
+class End(_Held):
+    """Raises what no operator may where its setting says, or with a row that names it."""
+
+    type = "filter"
+    reads = ("question", "response")
+    writes = ("seen",)
+
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.end("made")
+
+    def end(self, place):
+        ends = {"exit": SystemExit(0), "interrupt": KeyboardInterrupt(), "cancel": asyncio.CancelledError()}
+        for name, error in {**ends, "own": type("Own", (BaseException,), {})("boom")}.items():
+            if place in (self.config.asks, name) or place == f"task {name}":
+                raise error
+
+    async def start(self):
+        self.end("start")
+
+    async def close(self):
+        self.end("close")
+
+    async def process(self, request):
+        texts = {row.key: row.values.get("question") or row.values["response"] for row in request.rows}
+        if any(text.startswith("held") for text in texts.values()):
+            await self.hold(request, "question")
+        for text in texts.values():
+            self.end(text)
+            if text.startswith("task "):
+                await asyncio.gather(self.later(text))
+        return OperatorResult(updates={key: {"seen": 1} for key in texts})
+
+    async def later(self, text):
+        self.end(text)
+
+    def decide(self, rows):
+        self.end("decide")
+        return {}
 '''
-_NAMES = ("number", "ask", "learn", "plain")
+_NAMES = ("number", "ask", "learn", "plain", "odd", "end")
 
 
 def lay_out(folder: Path) -> None:

@@ -65,6 +65,7 @@ class ExperienceJob:
     seed: int
     steps: int  #: training steps of the run
     seconds: float  #: deadline of a request
+    set_aside: float = Limits().set_aside  #: most of the rows that an operator may set aside, as a share
 
 
 @attrs.frozen(kw_only=True)

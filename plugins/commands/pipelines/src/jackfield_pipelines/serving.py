@@ -252,7 +252,7 @@ class Pipelines(PipelineService):
             steps = partial(self._steps, job.operators, "data.pipeline.experiences")
             room = self._rooms[key] = Room(job=job, steps=steps, asks=partial(self._asks, TaskFormat()))
         room.users += 1
-        instance = Instance(pipeline=ExperiencePipeline(stages=(), steps=job.steps))
+        instance = Instance(pipeline=ExperiencePipeline(stages=(), steps=job.steps, set_aside=job.set_aside))
         try:
             await room.open(instance, states)
         except BaseException:
