@@ -27,7 +27,7 @@ from jackfield_pipelines.tasks import pipeline_of
 _OPERATORS = '''
 import asyncio
 import attrs
-from jackfield.abc.operator import Operator, OperatorResult
+from jackfield.abc.operator import NewRow, Operator, OperatorResult
 from jackfield.sdk import option
 
 
@@ -164,6 +164,22 @@ class Odd(Operator):
         return OperatorResult(updates={key: {name: self.scores[text]} for key, text in texts.items()})
 
 
+class Make(Operator):
+    """Makes a row of each row: a sample, or what its setting says."""
+
+    type = "synthesizer"
+    reads = ("response",)
+
+    @property
+    def writes(self):
+        return {"pairs": ("response", "chosen", "rejected"), "any": ("*",)}.get(self.config.asks, ("response",))
+
+    async def process(self, request):
+        pair = {"response": None, "chosen": "a", "rejected": "b"}
+        values = pair if self.config.asks == "pairs" else {"response": "a"}
+        return OperatorResult(made=tuple(NewRow(parents=(row.key,), values=values) for row in request.rows))
+
+
 class End(_Held):
     """Raises what no operator may where its setting says, or with a row that names it."""
 
@@ -204,7 +220,7 @@ class End(_Held):
         self.end("decide")
         return {}
 '''
-_NAMES = ("number", "ask", "learn", "plain", "odd", "end")
+_NAMES = ("number", "ask", "learn", "plain", "odd", "end", "make")
 
 
 def lay_out(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,45 @@ async def test_an_operator_of_experiences_that_cannot_start_is_named(tmp_path: P
     with pytest.raises(JackfieldError) as refused:
         await shaping.start()
     assert ("operator.contract", "served_end") == (refused.value.code, refused.value.where)
+
+
+@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize(
+    ("asks", "mixing", "at_start", "later"),
+    [
+        ("", {}, 1, 1),
+        ("any", {}, 0, 1),
+        ("pairs", {}, 0, 0),
+        ("", {"made": {"ratio": 1.0}}, 0, 0),
+    ],
+)
+@in_loop
+async def test_samples_that_are_made_and_not_trained_on_are_said(
+    serve: Serve,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    served: bool,
+    asks: str,
+    mixing: dict[str, Any],
+    at_start: int,
+    later: int,
+) -> None:
+    """Once, at the start if the operator declares it; pairs are for another run, and no samples."""
+    write(tmp_path, "number")
+    pipelines = {"experiences": [{"name": "served_make", "asks": asks}]}
+    pipelines |= {"service": str(tmp_path / "service")} if served else {}
+
+    def said() -> list[str]:
+        return [each.message for each in caplog.records if "are not trained on" in each.message]
+
+    async with serve() if served else nullcontext():
+        shaping = Counters(config(tmp_path, "run", pipelines, mixing=mixing)).pipeline
+        await shaping.start()
+        assert at_start == len(said())
+        for batch in range(2):
+            assert 2 == len((await shaping.shape(experiences(batch, "x", "y"), batch)).made)
+        await shaping.close()
+    assert later == len(said())
+    for text in said():
+        for part in ("served_make", "worker-0.jsonl", "mixing.made", "data.pipeline.experiences"):
+            assert part in text

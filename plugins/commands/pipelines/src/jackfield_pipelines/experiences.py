@@ -15,7 +15,7 @@ from jackfield.errors import ConfigError
 from jackfield.plugins.registry import Registry
 from jackfield_pipelines.contract import refuse_many, stages_errors, without_odd_numbers
 from jackfield_pipelines.lines import Record
-from jackfield_pipelines.made import MadeRow, MadeRows, record_operators
+from jackfield_pipelines.made import MadeRow, MadeRows, makes_samples, record_operators
 from jackfield_pipelines.process_operators import end_processes
 from jackfield_pipelines.row_sets import KEY
 from jackfield_pipelines.stages import Limits, OperatorStage
@@ -68,9 +68,9 @@ class ExperiencePipeline:
             raise ConfigError("no operator makes rows", found=found, fix=fix, **details)
         if worker == 0:
             record_operators(Path(config.folder), [step.about for step in steps])
-        file = Path(config.folder, "made", f"worker-{worker}.jsonl")
-        share = config.data.pipeline.maximum_set_aside
-        return cls(stages=stages, steps=config.schedule.steps, rows=MadeRows(file), set_aside=share)
+        rows, share = MadeRows.of_run(config, worker), config.data.pipeline.maximum_set_aside
+        rows.warn(stage.name for stage in stages if makes_samples(stage.operator))
+        return cls(stages=stages, steps=config.schedule.steps, rows=rows, set_aside=share)
 
     @property
     def reads(self) -> frozenset[str]:

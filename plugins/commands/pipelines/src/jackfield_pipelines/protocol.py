@@ -75,6 +75,7 @@ class Opened:
     reads: Sequence[str]
     states: list[Any] | None  #: of new operators; None: the run has given states
     operators: Sequence[Mapping[str, Any]] = ()  #: their names, versions and settings
+    samples: Sequence[str] = ()  #: names of those that make samples
 
 
 @attrs.frozen(kw_only=True)

@@ -55,7 +55,7 @@ class ServedPipeline(ExperiencePipeline):
         return cls(
             stages=(),
             steps=steps,
-            rows=MadeRows(Path(config.folder, "made", f"worker-{worker}.jsonl")),
+            rows=MadeRows.of_run(config, worker),
             client=client_of(config, context.clock, f" (worker {worker})"),
             job=ExperienceJob(**job),
             count=context.count,
@@ -96,6 +96,8 @@ class ServedPipeline(ExperiencePipeline):
             self.opened = await service.open(self.job, self._now is not None)
             if self.recorded is not None:
                 record_operators(self.recorded, self.opened.operators)
+            if self.rows is not None:
+                self.rows.warn(self.opened.samples)
             self._now = self.opened.states if self._now is None else self._now
             self._at = connection
 

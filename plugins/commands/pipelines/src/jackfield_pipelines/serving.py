@@ -31,6 +31,7 @@ from jackfield.settings import structure
 from jackfield_pipelines.experiences import ExperiencePipeline
 from jackfield_pipelines.instances import Instance, Room
 from jackfield_pipelines.loops import LoopThread
+from jackfield_pipelines.made import makes_samples
 from jackfield_pipelines.pipeline import FilePipeline, Step
 from jackfield_pipelines.process_operators import INTERPRETER
 from jackfield_pipelines.protocol import (
@@ -259,10 +260,12 @@ class Pipelines(PipelineService):
             await self._leave(room, instance)
             raise
         self._instances[connection] = room, instance
+        stages = instance.pipeline.stages
         return Opened(
             reads=sorted(instance.pipeline.reads),
             states=None if restores else instance.states,
-            operators=[stage.about for stage in instance.pipeline.stages],
+            operators=[stage.about for stage in stages],
+            samples=[stage.name for stage in stages if makes_samples(stage.operator)],
         )
 
     async def add(self, part: bytes, further: bool) -> None:
