@@ -338,7 +338,12 @@ async def serving(config: ServeConfig, clock: Clock | None = None) -> AsyncItera
     Raise ``run.folder-in-use`` if the folder is served already, and ``rpc.address`` if the address is in use.
     """
     clock, folder = clock or Clock(), Path(config.folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        details: Any = {"where": "folder", "expected": "a folder, or a path where one can be made", "found": error}
+        fix = "remove the file that is in its place, or name another folder in the service's file"
+        raise ConfigError("the service's folder cannot be made", fix=fix, **details) from error
     async with AsyncExitStack() as stack:
         stack.enter_context(folder_lock(folder, "service"))
         pipelines, file = Pipelines(config, discover(), clock), folder / ADDRESS_FILE

@@ -4,10 +4,34 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from typing import Any
+
+from jackfield.errors import ConfigError
+from jackfield_reward_requests import names
 
 _THOUGHT = re.compile(r"\A.*</(?:think|thinking|reasoning)>|\A\s*<(?:think|thinking|reasoning)>.*", re.DOTALL)
 _NUMBER = r"([-+]?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?))?(?![\w/%]|[.,]\d|\s*[-–]\s*\d|\s+to\s)"
 _ALONE = re.compile(rf"\W*?{_NUMBER}\W*")
+
+
+def check_scale(low: float, high: float, template: str, shows: str) -> None:
+    """Refuse a scale without extent, and a template that does not show what is rated, or shows parts of columns."""
+    shown = names(template)
+    where, found, expected, fix = "high", f"{high:g}", f"more than low ({low:g})", "give high the best rating"
+    what = "a scale has no extent" if low >= high else ""
+    if not what and shows not in shown:
+        what, expected, fix = (
+            f"a template does not show the {shows}",
+            f"{{{shows}}}",
+            f"add {{{shows}}} to the template",
+        )
+        where, found = "template", ", ".join(sorted(shown)) or "no names"
+    elif not what and (paths := sorted(name for name in shown if "." in name)):
+        what, expected, fix = "a template names a part of a column", "names of columns", "show the whole column"
+        where, found = "template", ", ".join(paths)
+    if what:
+        details: Any = {"where": where, "expected": expected, "found": found, "fix": fix}
+        raise ConfigError(what, **details)
 
 
 def read_rating(text: str, low: float, high: float, name: str = "difficulty") -> float:

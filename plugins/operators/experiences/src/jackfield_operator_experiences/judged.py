@@ -10,9 +10,9 @@ import xxhash
 from attrs.validators import ge, in_, le
 
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType, Row, Use
-from jackfield.errors import ConfigError, OperatorError
+from jackfield.errors import OperatorError
 from jackfield.sdk import option
-from jackfield_model_requests import AskingConfig, Model, read_rating, until_deadline
+from jackfield_model_requests import AskingConfig, Model, check_scale, read_rating, until_deadline
 from jackfield_operator_experiences.shaping import number_of, text_of
 from jackfield_reward_requests import fill_text, names
 
@@ -61,13 +61,7 @@ class QualityLlmConfig:
 
     def __attrs_post_init__(self) -> None:
         """Refuse an empty scale, and a template that does not show the response."""
-        if not self.low < self.high:
-            expected = f"more than low ({self.low:g})"
-            raise ConfigError("a scale has no extent", where="high", expected=expected, found=self.high)
-        if "response" not in names(self.template):
-            raise ConfigError("a template does not show the response", where="template", expected="{response}")
-        if paths := sorted(name for name in names(self.template) if "." in name):
-            raise ConfigError("a template names a part of a column", where="template", expected="columns", found=paths)
+        check_scale(self.low, self.high, self.template, "response")
 
 
 class QualityLlm(Operator):

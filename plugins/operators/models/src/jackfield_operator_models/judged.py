@@ -9,9 +9,9 @@ import attrs
 from attrs.validators import ge, le
 
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType, Row, Use
-from jackfield.errors import ConfigError, OperatorError, WorkerLost
+from jackfield.errors import OperatorError, WorkerLost
 from jackfield.sdk import option
-from jackfield_model_requests import AskingConfig, Model, read_rating
+from jackfield_model_requests import AskingConfig, Model, check_scale, read_rating
 from jackfield_operator_models.texts import text_of
 from jackfield_reward_requests import fill_text, names
 
@@ -55,17 +55,7 @@ class DifficultyLlmConfig(AskingConfig):
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        if not self.low < self.high:
-            raise ConfigError(
-                "a scale has no extent", where="high", expected=f"more than low ({self.low:g})", found=self.high
-            )
-        shown = names(self.template)
-        if "prompt" not in shown:
-            raise ConfigError(
-                "a template does not show the problem", where="template", expected="{prompt}", found="none"
-            )
-        if paths := sorted(name for name in shown if "." in name):
-            raise ConfigError("a template names a part of a column", where="template", expected="columns", found=paths)
+        check_scale(self.low, self.high, self.template, "prompt")
 
 
 class DifficultyLlm(Operator):
