@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
@@ -19,6 +19,7 @@ from jackfield.abc.operator import OperatorContext
 from jackfield.config import RunConfig, make_config
 from jackfield.plugins import discover
 from jackfield_commands import Command, CommandServer
+from jackfield_held import HeldCalls
 from jackfield_pipelines.experiences import ExperiencePipeline
 from jackfield_pipelines.row_sets import KEY, RowSet
 from jackfield_pipelines.served_experiences import ServedPipeline
@@ -281,47 +282,8 @@ def serve(jackfield: CommandServer, site: Path, tmp_path: Path) -> Serve:
     return partial(_serving, jackfield, tmp_path, site)
 
 
-class Held:
-    """The other end of requests that are held, in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.count, self.is_open = folder, 0, False
-        self._changed = asyncio.Condition()
-        self._writers: list[asyncio.StreamWriter] = []
-
-    async def __aenter__(self) -> Held:
-        self._server = await asyncio.start_unix_server(self._arrived, self.folder / "held")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for writer in self._writers:
-            writer.close()
-        await self._server.wait_closed()
-
-    async def _arrived(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1)
-        self._writers.append(writer)
-        async with self._changed:
-            self.count += 1
-            self._changed.notify_all()
-        if self.is_open:
-            writer.write(b"x")
-        await reader.read()
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def wait_for(self, is_so: Callable[[], bool]) -> None:
-        """Wait until something is so after a request has been held, or has left."""
-        async with self._changed:
-            await asyncio.wait_for(self._changed.wait_for(is_so), 60)
-
-    def release(self) -> None:
-        """Let all requests go on, also those to come."""
-        self.is_open = True
-        for writer in self._writers:
-            with suppress(OSError):
-                writer.write(b"x")
+class Held(HeldCalls):
+    """The other end of requests that are held, and what operators say."""
 
     @property
     def said(self) -> list[str]:
