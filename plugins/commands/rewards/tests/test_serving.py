@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import jackfield_held
 from jackfield.errors import RewardError, RpcError
 from jackfield_testing import in_loop
 
@@ -60,17 +61,18 @@ async def test_a_run_that_ends_and_starts_again_gets_scores_that_were_paid(serve
     asked = request(tmp_path, "held-by-a-run-that-ends")
     code = (
         "import asyncio, sys\n"
-        "sys.path.insert(0, sys.argv[1])\n"
+        "sys.path[:0] = sys.argv[2:]\n"
         "from conftest import connected, request\n"
         "from pathlib import Path\n"
         "async def main():\n"
-        "    folder = Path(sys.argv[2])\n"
+        "    folder = Path(sys.argv[1])\n"
         "    async with connected(folder / 'service' / 'address.json') as run:\n"
         "        await run.compute_score(request(folder, 'held-by-a-run-that-ends'))\n"
         "asyncio.run(main())\n"
     )
     async with Held(tmp_path) as gate, serve():
-        arguments = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)]
+        modules = (str(Path(each).parent) for each in (__file__, jackfield_held.__file__))
+        arguments = [sys.executable, "-c", code, str(tmp_path), *modules]
         process = await asyncio.create_subprocess_exec(*arguments)
         await gate.wait_for(lambda: gate.count >= 1)
         process.kill()
