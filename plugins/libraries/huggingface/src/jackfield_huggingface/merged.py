@@ -47,8 +47,9 @@ def merged_folder(folder: str, outer: tuple[str, ...] = ()) -> str:
     whole = Path(base).is_dir() or revision is None
     base = model_folder(base if whole else f"{base}@{revision}")
     if Path(base, CONFIG).is_file() and not Path(base, "config.json").is_file():
-        if (place := str(Path(base).resolve())) in (inner := (*outer, str(Path(folder).resolve()))):
-            raise _refused(folder, "a whole model at the end of its base models", f"{place} once more")
+        inner = (*outer, str(Path(folder).resolve()))
+        if str(Path(base).resolve()) in inner:
+            raise _refused(folder, "a whole model at the end of its base models", f"{base} once more")
         base = merged_folder(base, inner)
     if not Path(base, "config.json").is_file():
         raise _refused(folder, "its base model, in a folder or on the Hub", f"base_model_name_or_path {base}")

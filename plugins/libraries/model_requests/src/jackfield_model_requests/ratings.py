@@ -6,12 +6,42 @@ import re
 from functools import cache
 from typing import Any
 
-from jackfield.errors import ConfigError
+from jackfield.errors import ConfigError, OperatorError
+from jackfield_model_requests.asking import Model
 from jackfield_reward_requests import names
 
 _THOUGHT = re.compile(r"\A.*</(?:think|thinking|reasoning)>|\A\s*<(?:think|thinking|reasoning)>.*", re.DOTALL)
 _NUMBER = r"([-+]?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?))?(?![\w/%]|[.,]\d|\s*[-–]\s*\d|\s+to\s)"
+_AGAIN = "I cannot read a rating in that. Answer with JSON in this form, and with nothing else: {form}"
 _ALONE = re.compile(rf"\W*?{_NUMBER}\W*")
+
+
+def form_of(config: Any, name: str) -> str:
+    """Return the JSON that is asked for, for a template."""
+    return f'{{"{name}": <number from {config.low:g} to {config.high:g}>}}'
+
+
+async def rated(model: Model, question: str, config: Any, name: str, *about: object) -> float:
+    """Ask until an answer has a rating; return it, 0 at the low end of the scale and 1 at the high one.
+
+    ``config`` has ``low``, ``high``, ``temperature``, ``max_tokens`` and ``repairs``, how often an answer without a
+    rating is asked for once more; ``about`` is what seeds are made of. ``operator.answer`` if no answer has one.
+    """
+    messages, form = [{"role": "user", "content": question}], form_of(config, name)
+    sampling: Any = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    async with model.turn():
+        for attempt in range(config.repairs + 1):
+            answer = await model.ask(messages, seed=model.seed(*about, attempt), **sampling)
+            try:
+                rating = read_rating(answer.text, config.low, config.high, name)
+                return float((rating - config.low) / (config.high - config.low))
+            except ValueError as error:
+                last = str(error)
+            again = {"role": "user", "content": _AGAIN.replace("{form}", form)}
+            messages = [*messages[:1], {"role": "assistant", "content": answer.text or "(no text)"}, again]
+    fix = "use a model that keeps to the form, or raise max_tokens or repairs"
+    details: Any = {"where": model.name, "expected": form, "found": last, "fix": fix}
+    raise OperatorError("a model gave no rating", code="operator.answer", **details)
 
 
 def check_scale(low: float, high: float, template: str, shows: str) -> None:
