@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from jackfield.files import replace_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ORIGIN = "merged_from.json"
@@ -28,7 +27,9 @@ def record(merged: Path, adapter: Path, base: Path) -> None:
     """Write into a merged model's folder which folders it was made from."""
     told = {"adapter": str(adapter.absolute()), "base": str(base.absolute())}
     if origin_of(str(merged)) != told:
-        replace_file(merged / _ORIGIN, json.dumps(told))
+        partial = merged / f".{_ORIGIN}.{os.getpid()}"
+        partial.write_text(json.dumps(told), encoding="utf-8")
+        partial.replace(merged / _ORIGIN)
 
 
 def origin_of(path: str) -> dict[str, str] | None:
