@@ -57,6 +57,14 @@ PACKAGE = {
         config = "own_operators.operators:FirstConfig"
         description = "Keeps the first rollouts of each group"
     """,
+    "own_operators/odd.toml": """
+        name = "own_odd"
+        kind = "operator"
+        abi = "1.0"
+        object = "own_operators.operators:Odd"
+        config = "own_operators.operators:CountConfig"
+        description = "Gives every second sample of later steps no reward"
+    """,
     "own_operators/operators.py": """
         import attrs
         from jackfield.abc.operator import NewRow, Operator, OperatorResult
@@ -93,7 +101,7 @@ PACKAGE = {
             says: bool = option(True, "say what it uses")
 
         class Ask(Operator):
-            type = "scorer"
+            type = "mapper"
             reads = ("*",)
             writes = ("answer", "pass_rate")
 
@@ -136,6 +144,17 @@ PACKAGE = {
         class CountConfig:
             pass
 
+        class Odd(Operator):
+            type = "scorer"
+            reads = ("reward",)
+            writes = ("reward",)
+
+            async def process(self, request):
+                odd = float("nan") if request.batch >= 2 else 0.5
+                rewards = [(0.5, odd)[number % 2] for number in range(len(request.rows))]
+                keys = [row.key for row in request.rows]
+                return OperatorResult(updates={key: {"reward": each} for key, each in zip(keys, rewards)})
+
         class Count(Operator):
             type = "scorer"
             reads = ("response",)
@@ -159,6 +178,7 @@ PACKAGE = {
         own_count = own_operators:count.toml
         own_ask = own_operators:ask.toml
         own_first = own_operators:first.toml
+        own_odd = own_operators:odd.toml
     """,
 }
 
@@ -330,6 +350,19 @@ def test_what_a_filter_leaves_out_is_not_trained_on(small_run: Run, keeps: int, 
     with pytest.raises(JackfieldError) as caught:
         small_run("filtered", *settings)
     assert "operators left out all of its samples" in str(caught.value)
+
+
+def test_a_run_ends_if_too_many_samples_are_set_aside_and_goes_on_from_its_checkpoint(small_run: Run) -> None:
+    """Half of the samples have no reward from the third step on: the others are trained on until the limit."""
+    batch = ("data.groups_per_batch=4", "data.rollouts_per_group=4")
+    settings = (by("own_odd"), "checkpoint.every=2", "schedule.steps=6", *SMALL, *batch)
+    with pytest.raises(JackfieldError) as caught:
+        small_run("odd", *settings, "data.pipeline.maximum_set_aside=0")
+    assert ("operator.set-aside", "own_odd") == (caught.value.code, caught.value.where)
+    assert "is no finite number" in str(caught.value.found)
+    _, lines = small_run("odd", *settings, "data.pipeline.maximum_set_aside=0.5")
+    counted = {line["step"]: line["samples"] for line in steps(lines)}
+    assert {1: 16.0, 2: 16.0, 3: 8.0, 4: 8.0, 5: 8.0, 6: 8.0} == counted
 
 
 def test_what_operators_have_learnt_is_resumed(small_run: Run) -> None:

@@ -389,6 +389,15 @@ def test_a_saved_adapter_is_a_model_for_the_next_run(
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert all(torch.allclose(before[name].float(), after[name].float(), atol=0.05) for name in before)
+    lora = {"model.lora": {"rank": 2}}
+    SFT(model=trained["adapter"], folder=tmp_path / "again", **options, **lora).run(quiet=True).save(tmp_path / "two")
+    described = json.loads((tmp_path / "two" / "adapter_config.json").read_text())
+    assert (str(made / "model"), 4 + 2) == (described["base_model_name_or_path"], described["r"])
+    for folder, kind in ((result.model, "transformers"), (tmp_path / "two", "peft")):
+        card = (folder / "README.md").read_text()
+        assert f'base_model: "{made / "model"}"\nlibrary_name: "{kind}"' in card
+        assert f"| adapter that was merged into it before | {trained['adapter']} |" in card
+        assert str(tmp_path / "cache") not in card
 
 
 @pytest.mark.needs("vllm")

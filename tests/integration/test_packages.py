@@ -11,6 +11,10 @@ import pytest
 
 from packages import ROOT, Package, discover
 
+#: in each readme that has a package installed with pip, as long as no index has them
+WHERE_PIP_LOOKS = (
+    "No package index has Jackfield's packages yet; `docs/guides/install.md` says how `pip install` finds them."
+)
 every_package = pytest.mark.parametrize("package", discover().values(), ids=discover().keys())
 
 
@@ -23,6 +27,13 @@ def test_folder_is_complete(package: Package) -> None:
     assert (ROOT / "LICENSE").read_bytes() == (package.folder / "LICENSE").read_bytes()
     assert (package.folder / "README.md").stat().st_size > 0
     assert package.tests.is_dir()
+
+
+@every_package
+def test_a_readme_says_how_pip_finds_the_package(package: Package) -> None:
+    lines = (package.folder / "README.md").read_text(encoding="utf-8").splitlines()
+    assert any("pip install jackfield" in line.replace("'", "") for line in lines) == (WHERE_PIP_LOOKS in lines)
+    assert "No package index has Jackfield's packages yet" in (ROOT / "docs/guides/install.md").read_text("utf-8")
 
 
 @every_package

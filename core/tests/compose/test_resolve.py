@@ -189,6 +189,15 @@ def test_what_cannot_be_had_or_does_nothing_is_refused(overrides: tuple[str, ...
     assert (where, code) == (error.where, error.code), str(error)
 
 
+def test_a_setting_without_effect_says_what_mends_it() -> None:
+    for overrides, fix in (
+        (("mixing.made={ratio: 1}",), "leave out mixing.made, or use a loss with an expert (mix)"),
+        (("mixing.made={ratio: 1}", "algorithm.name=mix"), "leave out mixing.made, or use data.pipeline.experiences"),
+    ):
+        error = refused(*overrides)
+        assert ("config.invalid-value", "mixing.made", fix) == (error.code, error.where, error.fix)
+
+
 def test_one_rollout_per_task_is_refused_where_rollouts_are_compared() -> None:
     """All advantages would be 0, and the run would learn nothing."""
     one = "data.rollouts_per_group=1"

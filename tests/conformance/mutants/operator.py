@@ -278,6 +278,11 @@ class MakesRows(LengthFilter):
         return attrs.evolve(found, made=tuple(made))
 
 
+class ScoresInWords(Share):
+    async def process(self, request: OperatorRequest) -> OperatorResult:
+        return OperatorResult(updates={row.key: {"share": "a part"} for row in request.rows})
+
+
 class NoOrder(ShortFirst):
     selection = None
 
@@ -356,6 +361,7 @@ MUTANTS: dict[str, tuple[str, Mutant]] = {
         _mutant(ThresholdInStatistics, "a statistic depends on the threshold", "020"),
         _mutant(ThresholdWithoutEffect, "the threshold has no effect", "020"),
         _mutant(MakesRows, "a filter makes rows", "021"),
+        _mutant(ScoresInWords, "a scorer writes a text", "021", "comparing"),
         _mutant(NoOrder, "a selector has no order", "021", "selector"),
         _mutant(OrderByNothing, "the order is by an unknown column", "021", "selector"),
         _mutant(RemovesTheFirst, "it removes the first of two equal rows", "022", "deduplicator"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +10,7 @@ import attrs
 
 from jackfield import __version__
 from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, SaveCheckpointRequest
-from jackfield.compose.libraries import hub
+from jackfield.compose.libraries import merged
 from jackfield.config import RunConfig, make_config
 from jackfield.config.data import paths_of
 from jackfield.errors import EngineError, PluginError, RunError
@@ -60,14 +59,10 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, *, merge: bool = False,
 
 def write_card(folder: Path, config: RunConfig, steps: int, *, averaged: bool = False) -> None:
     """Write the model card of an exported model: what it was made from, and how. An adapter names its base, too."""
-    adapter, base = (folder / "adapter_config.json").is_file(), config.model.path
+    adapter, origin = (folder / "adapter_config.json").is_file(), {"base model": config.model.path}
     with suppress(PluginError):  # without the library, its models are folders
-        base = hub().model_name(base)
-    if adapter and base != config.model.path:  # elsewhere, the model has another place in the cache
-        file = folder / "adapter_config.json"
-        described = {**json.loads(file.read_text(encoding="utf-8")), "base_model_name_or_path": base}
-        file.write_text(json.dumps(described, indent=2), encoding="utf-8")
-    head = {"base_model": base, "library_name": "peft" if adapter else "transformers"}
+        origin = merged().name_origin(folder, config.model.path)
+    head = {"base_model": origin["base model"], "library_name": "peft" if adapter else "transformers"}
     licence = _license(Path(config.model.path))
     if licence is not None:
         head["license"] = licence
@@ -75,7 +70,7 @@ def write_card(folder: Path, config: RunConfig, steps: int, *, averaged: bool = 
     kind = "a LoRA adapter for the base model" if adapter else "a whole model"
     rows = {
         "run": config.name,
-        "base model": base,
+        **origin,
         "license of the base model": licence or "not known",
         "algorithm": config.algorithm.name,
         "steps": str(steps),

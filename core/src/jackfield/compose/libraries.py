@@ -72,6 +72,11 @@ def hub() -> Any:
     return _library("jackfield-huggingface", "a model of the Hub", ".hub")
 
 
+def merged() -> Any:
+    """Return the models that are adapters merged into others, from the library jackfield-huggingface."""
+    return _library("jackfield-huggingface", "an adapter as the model", ".merged")
+
+
 def _library(name: str, what: str, module: str = "") -> Any:
     """Return a library that is imported where it is used; raise ``plugin.requirement`` if it is not installed."""
     try:
@@ -91,7 +96,7 @@ def with_model_folders(config: RunConfig) -> RunConfig:
         with suppress(PluginError):  # without the library, a missing folder is what there is to say
             found = path if Path(path).exists() else str(hub().model_folder(path))
             if Path(found, "adapter_config.json").is_file() and not Path(found, "config.json").is_file():
-                return str(_library("jackfield-huggingface", "an adapter as the model", ".merged").merged_folder(found))
+                return str(merged().merged_folder(found))
             return found
         return path
 

@@ -198,7 +198,7 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
     ):
         if idle:
             what = f"{where} has no effect on algorithm {config.algorithm.name!r}"
-            raise config.refusal(where, what, expected)
+            raise config.refusal(where, what, expected, fix=f"leave out {where}, or use {expected}")
 
 
 def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bool) -> tuple[Correction | None, bool]:

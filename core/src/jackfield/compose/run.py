@@ -49,7 +49,7 @@ _FREE = (
     "name folder observe deadlines reward_service checkpoint cluster environments checkpoint_engine log_prob_check "
     "schedule.steps schedule.until evaluation.every profile queue.address queue.archive queue.durable queue.host "
     "queue.max_bytes queue.max_samples queue.port queue.rewards transfer_queue data.train data.eval data.expert "
-    "data.samples"
+    "data.samples data.pipeline.maximum_set_aside"
 )
 
 

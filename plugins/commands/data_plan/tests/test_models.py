@@ -204,7 +204,11 @@ def test_errors_of_the_server_are_named_without_the_key(
 def test_a_server_that_is_not_there_and_a_key_that_is_missing(data: Path, model: Model, error_of: Json) -> None:
     words = ("plan", "easy first", "--data", data, "--model", "m")
     assert "data.plan-model" == error_of(*words, "--model-url", "http://127.0.0.1:1/v1")["code"]
-    assert "reward.secret" == error_of(*words, "--model-url", model.url, "--key-variable", "NO_KEY_HERE")["code"]
+    error = error_of(*words, "--model-url", model.url, "--key-variable", "NO_KEY_HERE")
+    assert ("config.invalid-value", "--key-variable") == (error["code"], error["where"])
+    assert "NO_KEY_HERE, which is not set" == error["found"]
+    assert error["fix"].startswith("export NO_KEY_HERE=")
+    assert not model.bodies
 
 
 @pytest.mark.parametrize("answer", ["[]", "{}", "{", "\n", "[" * 5000, '{"tasks": ' * 3000])
@@ -224,7 +228,7 @@ class Config:
 
 class Odd(Operator):
     """Does what it should not."""
-    type = "scorer"
+    type = "mapper"
     reads = ("question",)
     writes = ("odd",)
 

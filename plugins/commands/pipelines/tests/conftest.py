@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
@@ -19,6 +19,7 @@ from jackfield.abc.operator import OperatorContext
 from jackfield.config import RunConfig, make_config
 from jackfield.plugins import discover
 from jackfield_commands import Command, CommandServer
+from jackfield_held import HeldCalls
 from jackfield_pipelines.experiences import ExperiencePipeline
 from jackfield_pipelines.row_sets import KEY, RowSet
 from jackfield_pipelines.served_experiences import ServedPipeline
@@ -27,7 +28,7 @@ from jackfield_pipelines.tasks import pipeline_of
 _OPERATORS = '''
 import asyncio
 import attrs
-from jackfield.abc.operator import Operator, OperatorResult
+from jackfield.abc.operator import NewRow, Operator, OperatorResult
 from jackfield.sdk import option
 
 
@@ -147,8 +148,80 @@ class Plain(_Held):
     async def process(self, request):
         self.say("plain")
         return OperatorResult(updates={row.key: {"length": len(row.values["response"])} for row in request.rows})
+
+
+class Odd(Operator):
+    """Gives each row the score that its text names."""
+
+    type = "scorer"
+    reads = ("question", "response")
+    writes = ("score", "reward")
+    scores = {"text": "high", "nan": float("nan"), "infinity": float("-inf"), "huge": 10**400, "list": [1.0]}
+    scores |= {"none": None, "number": 0.5, "true": True}
+
+    async def process(self, request):
+        name = "score" if self.context.target == "tasks" else "reward"
+        texts = {row.key: row.values.get("question") or row.values["response"] for row in request.rows}
+        return OperatorResult(updates={key: {name: self.scores[text]} for key, text in texts.items()})
+
+
+class Make(Operator):
+    """Makes a row of each row: a sample, or what its setting says."""
+
+    type = "synthesizer"
+    reads = ("response",)
+
+    @property
+    def writes(self):
+        return {"pairs": ("response", "chosen", "rejected"), "any": ("*",)}.get(self.config.asks, ("response",))
+
+    async def process(self, request):
+        pair = {"response": None, "chosen": "a", "rejected": "b"}
+        values = pair if self.config.asks == "pairs" else {"response": "a"}
+        return OperatorResult(made=tuple(NewRow(parents=(row.key,), values=values) for row in request.rows))
+
+
+class End(_Held):
+    """Raises what no operator may where its setting says, or with a row that names it."""
+
+    type = "filter"
+    reads = ("question", "response")
+    writes = ("seen",)
+
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.end("made")
+
+    def end(self, place):
+        ends = {"exit": SystemExit(0), "interrupt": KeyboardInterrupt(), "cancel": asyncio.CancelledError()}
+        for name, error in {**ends, "own": type("Own", (BaseException,), {})("boom")}.items():
+            if place in (self.config.asks, name) or place == f"task {name}":
+                raise error
+
+    async def start(self):
+        self.end("start")
+
+    async def close(self):
+        self.end("close")
+
+    async def process(self, request):
+        texts = {row.key: row.values.get("question") or row.values["response"] for row in request.rows}
+        if any(text.startswith("held") for text in texts.values()):
+            await self.hold(request, "question")
+        for text in texts.values():
+            self.end(text)
+            if text.startswith("task "):
+                await asyncio.gather(self.later(text))
+        return OperatorResult(updates={key: {"seen": 1} for key in texts})
+
+    async def later(self, text):
+        self.end(text)
+
+    def decide(self, rows):
+        self.end("decide")
+        return {}
 '''
-_NAMES = ("number", "ask", "learn", "plain")
+_NAMES = ("number", "ask", "learn", "plain", "odd", "end", "make")
 
 
 def lay_out(folder: Path) -> None:
@@ -209,47 +282,8 @@ def serve(jackfield: CommandServer, site: Path, tmp_path: Path) -> Serve:
     return partial(_serving, jackfield, tmp_path, site)
 
 
-class Held:
-    """The other end of requests that are held, in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.count, self.is_open = folder, 0, False
-        self._changed = asyncio.Condition()
-        self._writers: list[asyncio.StreamWriter] = []
-
-    async def __aenter__(self) -> Held:
-        self._server = await asyncio.start_unix_server(self._arrived, self.folder / "held")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for writer in self._writers:
-            writer.close()
-        await self._server.wait_closed()
-
-    async def _arrived(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1)
-        self._writers.append(writer)
-        async with self._changed:
-            self.count += 1
-            self._changed.notify_all()
-        if self.is_open:
-            writer.write(b"x")
-        await reader.read()
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def wait_for(self, is_so: Callable[[], bool]) -> None:
-        """Wait until something is so after a request has been held, or has left."""
-        async with self._changed:
-            await asyncio.wait_for(self._changed.wait_for(is_so), 60)
-
-    def release(self) -> None:
-        """Let all requests go on, also those to come."""
-        self.is_open = True
-        for writer in self._writers:
-            with suppress(OSError):
-                writer.write(b"x")
+class Held(HeldCalls):
+    """The other end of requests that are held, and what operators say."""
 
     @property
     def said(self) -> list[str]:

@@ -350,3 +350,13 @@ def test_a_wrong_file_is_refused_with_its_setting(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             load(file)
         assert where == refused.value.where
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "service").write_text("")
+    (tmp_path / "serve.yaml").write_text(f"folder: {tmp_path / 'service'}")
+    done = CliRunner().invoke(main, ["data", "serve", str(tmp_path / "serve.yaml"), "--json"])
+    error = json.loads(done.stdout)["error"]
+    assert (1, "config.invalid-value", "folder") == (done.exit_code, error["code"], error["where"])
+    assert str(tmp_path / "service") in error["found"]
+    assert "remove the file" in error["fix"]

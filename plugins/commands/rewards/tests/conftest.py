@@ -18,20 +18,21 @@ import yaml
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest
 from jackfield.plugins import load_plugin
+from jackfield_held import HeldCalls
 
 _FUNCTION = '''
-import os
 import socket
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    """Write down each call; those of a "held" sample wait until the file "open" is there."""
+    """Write down each call; those of a "held" sample wait for the other end of a socket."""
     folder = extra_info["folder"]
     with open(f"{folder}/calls", "a") as calls:
         calls.write(solution_str + "\\n")
-    if "held" in solution_str and not os.path.exists(f"{folder}/open"):
+    if "held" in solution_str:
         with socket.socket(socket.AF_UNIX) as waiting:
             waiting.connect(f"{folder}/held")
+            waiting.send(b"?")
             waiting.recv(1)
     if "broken" in solution_str:
         raise ValueError("a broken sample")
@@ -105,41 +106,8 @@ async def connected(address: str | Path, run: str = "a run", **settings: Any) ->
         await agent.close()
 
 
-class Held:
-    """The other end of calls that are held."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.count = folder, 0
-        self._changed = asyncio.Condition()
-        self._writers: list[asyncio.StreamWriter] = []
-
-    async def __aenter__(self) -> Held:
-        self._server = await asyncio.start_unix_server(self._arrived, self.folder / "held")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for writer in self._writers:
-            writer.close()
-        await self._server.wait_closed()
-
-    async def _arrived(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.append(writer)
-        async with self._changed:
-            self.count += 1
-            self._changed.notify_all()
-
-    async def wait_for(self, count: int) -> None:
-        """Wait until so many calls have been held."""
-        async with self._changed:
-            await asyncio.wait_for(self._changed.wait_for(lambda: self.count >= count), 30)
-
-    def release(self) -> None:
-        """Let all calls go on, also those to come."""
-        (self.folder / "open").touch()
-        for writer in self._writers:
-            with suppress(OSError):
-                writer.write(b"x")
+class Held(HeldCalls):
+    """The other end of calls that are held, and the samples of all."""
 
     @property
     def calls(self) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import jackfield_held
 from jackfield.errors import RewardError, RpcError
 from jackfield_testing import in_loop
 
@@ -39,7 +40,7 @@ async def test_a_kill_in_the_middle_of_many_requests_loses_and_repeats_nothing(
         assert service.said["port"] == free_port
         before = await asyncio.gather(*map(run.compute_score, quick))
         waiting = [asyncio.ensure_future(run.compute_score(each)) for each in held]
-        await gate.wait_for(2)  # both workers
+        await gate.wait_for(lambda: gate.count >= 2)  # both workers
         assert await service.end(signal.SIGKILL) == -signal.SIGKILL
         gate.release()
         async with serve(port=free_port), connected(address) as restarted:
@@ -60,19 +61,20 @@ async def test_a_run_that_ends_and_starts_again_gets_scores_that_were_paid(serve
     asked = request(tmp_path, "held-by-a-run-that-ends")
     code = (
         "import asyncio, sys\n"
-        "sys.path.insert(0, sys.argv[1])\n"
+        "sys.path[:0] = sys.argv[2:]\n"
         "from conftest import connected, request\n"
         "from pathlib import Path\n"
         "async def main():\n"
-        "    folder = Path(sys.argv[2])\n"
+        "    folder = Path(sys.argv[1])\n"
         "    async with connected(folder / 'service' / 'address.json') as run:\n"
         "        await run.compute_score(request(folder, 'held-by-a-run-that-ends'))\n"
         "asyncio.run(main())\n"
     )
     async with Held(tmp_path) as gate, serve():
-        arguments = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)]
+        modules = (str(Path(each).parent) for each in (__file__, jackfield_held.__file__))
+        arguments = [sys.executable, "-c", code, str(tmp_path), *modules]
         process = await asyncio.create_subprocess_exec(*arguments)
-        await gate.wait_for(1)
+        await gate.wait_for(lambda: gate.count >= 1)
         process.kill()
         await process.wait()
         async with connected(tmp_path / "service" / "address.json") as run:
@@ -88,7 +90,7 @@ async def test_a_cancelled_score_ends_at_the_service(serve: Serve, tmp_path: Pat
     """Workers are free again when a run gives a score up."""
     async with Held(tmp_path) as gate, serve(), connected(tmp_path / "service" / "address.json") as run:
         held = [asyncio.ensure_future(run.compute_score(request(tmp_path, f"held-{n}"))) for n in range(2)]
-        await gate.wait_for(2)
+        await gate.wait_for(lambda: gate.count >= 2)
         for each in held:
             each.cancel()
         assert (await run.compute_score(request(tmp_path, "quick"))).score == 5.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jackfield_chat_model import save_chat_model
-from jackfield_huggingface.merged import merged_folder
+from jackfield_huggingface.merged import merged_folder, name_origin
 from jackfield_testing import refused
 
 torch = pytest.importorskip("torch")
@@ -146,9 +146,75 @@ def test_a_damaged_file_is_refused(adapter: Path, name: str, content: str, named
         merged_folder(str(adapter))
 
 
-def test_an_adapter_of_an_adapter_is_refused(adapter: Path, tmp_path: Path) -> None:
+def trained_on(folder: Path, out: Path, **settings: Any) -> Any:
+    """Save a random adapter of a model's folder, and return the logits of the model with it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(2)
+    given: Any = {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
+    config = LoraConfig(init_lora_weights=False, **{**given, **settings})
+    made = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    made.save_pretrained(out)
+    return logits(made)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_rslora": True, "rank_pattern": {"layers.0.self_attn.q_proj": 5}, "alpha_pattern": {"up_proj": 7}},
+        {"target_modules": "all-linear"},
+    ],
+)
+def test_an_adapter_trained_on_a_merged_one_is_one_of_the_whole_model(
+    base: Path, adapter: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """peft loads it on the base that the user's adapter names, and finds both adapters in it."""
+    from peft import AutoPeftModelForCausalLM
+
+    expected = trained_on(Path(merged_folder(str(adapter))), tmp_path / "new", **settings)
+    rows = name_origin(tmp_path / "new", merged_folder(str(adapter)))
+    assert {"base model": str(base), "adapter that was merged into it before": str(adapter)} == rows
+    text = (tmp_path / "new" / "adapter_config.json").read_text()
+    assert str(base) == json.loads(text)["base_model_name_or_path"]
+    assert str(tmp_path / "jackfield") not in text
+    found = logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "new"))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_that_cannot_be_joined_names_the_one_before(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """A run that is given it merges one after the other; the whole model has the names alone."""
+    from transformers import AutoModelForCausalLM
+
+    merged = merged_folder(str(adapter))
+    expected = trained_on(Path(merged), tmp_path / "new", use_dora=True)
+    rows = name_origin(tmp_path / "new", merged)
+    assert (str(adapter), str(base)) == (rows["base model"], rows["which is an adapter of"])
+    described = json.loads((tmp_path / "new" / "adapter_config.json").read_text())
+    assert str(adapter) == described["base_model_name_or_path"]
+    found = AutoModelForCausalLM.from_pretrained(merged_folder(str(tmp_path / "new")))
+    torch.testing.assert_close(logits(found), expected, rtol=1e-4, atol=1e-5)
+    (tmp_path / "whole").mkdir()
+    names = {"base model": str(base), "adapter that was merged into it before": str(adapter)}
+    assert names == name_origin(tmp_path / "whole", merged)
+
+
+def test_a_changed_adapter_is_not_joined(adapter: Path, tmp_path: Path) -> None:
+    """What was merged is there no more: the new adapter names it, and stays what it is."""
+    merged = merged_folder(str(adapter))
+    trained_on(Path(merged), tmp_path / "new")
+    weights = (tmp_path / "new" / "adapter_model.safetensors").read_bytes()
+    described = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**described, "lora_alpha": 2 * described["lora_alpha"]}))
+    assert str(adapter) == name_origin(tmp_path / "new", merged)["base model"]
+    assert weights == (tmp_path / "new" / "adapter_model.safetensors").read_bytes()
+
+
+def test_an_adapter_of_itself_is_refused(adapter: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(adapter, tmp_path / "other"))
     described = json.loads((other / "adapter_config.json").read_text())
-    (other / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": str(adapter)}))
-    with refused("engine.model", "an adapter itself", "fix"):
+    for mine, base in ((other, adapter), (adapter, other)):
+        (mine / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": str(base)}))
+    with refused("engine.model", "once more", "fix"):
         merged_folder(str(other))

@@ -195,6 +195,21 @@ def test_wrong_options_and_fields_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         made.begin(TrainingTasks([Task(id="1", messages=(), fields={"level": "hard"})]))
     assert "'hard'" in str(caught.value)
+    assert "difficulty_rules" in str(caught.value.fix)
+
+
+def test_texts_are_no_kinds_of_tasks() -> None:
+    """A field with few values is, also where there are few tasks; of numbers there are as many as one likes."""
+    given = [Task(id=str(n), messages=(), fields={"text": f"What is {n}?", "level": str(n % 4)}) for n in range(40)]
+    for name in ("thompson", "pass_rate_window", "ability_mixing"):
+        CurriculumSpec(name=name, options={"by": "level"}).make().begin(TrainingTasks(given))
+        CurriculumSpec(name=name, options={"by": "text"}).make().begin(TrainingTasks(given[:3]))
+        with pytest.raises(ConfigError) as caught:
+            CurriculumSpec(name=name, options={"by": "text"}).make().begin(TrainingTasks(given))
+        error = caught.value
+        assert ("config.invalid-value", "data.curriculum.options.by") == (error.code, error.where)
+        assert "40 kinds of 40 tasks, such as 'What is 0?'" == error.found
+        assert "leave `by` out" in str(error.fix)
 
 
 def test_a_million_tasks_are_chosen_from_in_time() -> None:

@@ -303,10 +303,10 @@ def test_a_filter_by_reward_keeps_its_bounds() -> None:
     [
         ("length_reward", {"low": 9, "high": 3, "width": 1}, "high"),
         ("quality_rules", {"matches": {"broken": "("}}, "matches.broken"),
-        ("quality_rules", {"repetition": None, "ends": False}, "quality_rules"),
+        ("quality_rules", {"repetition": None, "ends": False}, "matches"),
         ("safety_penalty", {"patterns": {}}, "patterns"),
         ("safety_penalty", {"words": {"arms": [" "]}}, "words.arms"),
-        ("salience", {}, "salience"),
+        ("salience", {}, "share"),
         ("quality_llm", {"low": 3.0, "high": 3.0}, "high"),
         ("quality_llm", {"template": "no response"}, "template"),
         ("quality_llm", {"template": "{response} {messages.text}"}, "template"),
@@ -317,3 +317,4 @@ def test_settings_that_mean_nothing_are_refused(name: str, settings: dict[str, A
         made(name, **settings)
     assert isinstance(caught.value, ConfigError)
     assert str(caught.value.where).endswith(where)
+    assert all((caught.value.expected, caught.value.found, caught.value.fix)), str(caught.value)

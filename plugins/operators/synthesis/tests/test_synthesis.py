@@ -438,7 +438,7 @@ def test_a_model_at_an_address_is_asked(tmp_path: Path) -> None:
             await operator.close()
             await http.close()
         assert {} == dict(found.set_aside)
-        assert host.counts["cost"] == pytest.approx((11 * 1.0 + 3 * 2.0) / 1e6)
+        assert host.counts["cost"] == pytest.approx((90 * 1.0 + 10 * 2.0) / 1e6)
         assert ("reward",) == operator.uses
         return found.made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,13 @@ class ModelOptions:
         if self.url is None and (self.key_variable is not None or self.allowed or not self.samples):
             what = "--key-variable, --allow and --no-samples have no effect without a model"
             raise ConfigError(what, expected="--model-url and --model", found="neither")
+        if self.key_variable is not None and not os.environ.get(self.key_variable):
+            fix, found = (
+                f"export {self.key_variable}=…, or leave the option out",
+                f"{self.key_variable}, which is not set",
+            )
+            details: Any = {"where": "--key-variable", "expected": "a variable with the key of the model's address"}
+            raise ConfigError("the key of the model that plans is not there", found=found, fix=fix, **details)
 
     def models(self, config: RunConfig) -> dict[str, Any] | None:
         """Return the models that operators may ask in a dry run; None: none."""

@@ -9,18 +9,18 @@ from typing import Any
 
 import attrs
 
-from jackfield.abc.operator import OperatorContext
+from jackfield.abc.operator import OperatorContext, OperatorResult
 from jackfield.config import RunConfig
 from jackfield.errors import ConfigError
 from jackfield.plugins.registry import Registry
+from jackfield_pipelines.contract import refuse_many, stages_errors, without_odd_numbers
 from jackfield_pipelines.lines import Record
-from jackfield_pipelines.made import MadeRow, MadeRows, record_operators
+from jackfield_pipelines.made import MadeRow, MadeRows, makes_samples, record_operators
 from jackfield_pipelines.process_operators import end_processes
 from jackfield_pipelines.row_sets import KEY
-from jackfield_pipelines.stages import OperatorStage, broken
+from jackfield_pipelines.stages import Limits, OperatorStage
 from jackfield_pipelines.tasks import steps_of
 
-_LARGEST = 3.4e38  #: of a float32, as rewards are
 _KEPT = 64  #: batches of which the states before them are kept
 
 
@@ -40,6 +40,8 @@ class ExperiencePipeline:
     stages: Sequence[OperatorStage]
     steps: int  #: training steps of the run
     rows: MadeRows | None = None  #: the file of the rows that operators make
+    set_aside: float = Limits().set_aside  #: most of the rows that an operator may set aside, as a share
+    _counts: dict[int, tuple[int, int]] = attrs.field(factory=dict, init=False)  #: rows so far, and those set aside
     _newest: int = attrs.field(default=-1, init=False)  #: batch of which experiences have come
     _states: dict[int, list[Any]] = attrs.field(factory=dict, init=False)  #: of the operators, before batches
 
@@ -66,8 +68,9 @@ class ExperiencePipeline:
             raise ConfigError("no operator makes rows", found=found, fix=fix, **details)
         if worker == 0:
             record_operators(Path(config.folder), [step.about for step in steps])
-        file = Path(config.folder, "made", f"worker-{worker}.jsonl")
-        return cls(stages=stages, steps=config.schedule.steps, rows=MadeRows(file))
+        rows, share = MadeRows.of_run(config, worker), config.data.pipeline.maximum_set_aside
+        rows.warn(stage.name for stage in stages if makes_samples(stage.operator))
+        return cls(stages=stages, steps=config.schedule.steps, rows=rows, set_aside=share)
 
     @property
     def reads(self) -> frozenset[str]:
@@ -82,13 +85,17 @@ class ExperiencePipeline:
     async def start(self) -> None:
         """Start all operators."""
         for stage in self.stages:
-            await stage.operator.start()
+            with stages_errors(stage.name, "at its start"):
+                await stage.operator.start()
 
     async def close(self) -> None:
         """Close all operators."""
-        for stage in reversed(self.stages):
-            await stage.operator.close()
-        end_processes(stage.operator for stage in self.stages)
+        try:
+            for stage in reversed(self.stages):
+                with stages_errors(stage.name, "at its end"):
+                    await stage.operator.close()
+        finally:
+            end_processes(stage.operator for stage in self.stages)
 
     def state_before(self, batch: int) -> list[Any]:
         """Return the states of the operators before the first experience of a batch, or a later one, came.
@@ -113,6 +120,16 @@ class ExperiencePipeline:
             for number in sorted(self._states)[:-_KEPT]:
                 del self._states[number]
 
+    async def _applied(self, stage: OperatorStage, records: Mapping[str, Record], batch: int) -> OperatorResult:
+        """Apply an operator; refuse that it sets aside more of all rows so far than it may."""
+        result = await stage.apply(records, batch=batch, steps=self.steps)
+        result = without_odd_numbers(result, stage.operator.type, rewards=True)
+        seen, aside = self._counts.get(stage.number, (0, 0))
+        seen, aside = self._counts[stage.number] = seen + len(records), aside + len(result.set_aside)
+        if result.set_aside:
+            refuse_many(stage.name, aside, seen, self.set_aside, next(iter(result.set_aside.values())))
+        return result
+
     async def shape(self, records: Mapping[str, Record], batch: int) -> Shaped:
         """Apply the operators to experiences of whole groups of a batch."""
         self.remember(batch)
@@ -121,10 +138,8 @@ class ExperiencePipeline:
         for stage in self.stages:
             if not left:
                 break
-            result = await stage.apply(left, batch=batch, steps=self.steps)
+            result = await self._applied(stage, left, batch)
             for key, written in result.updates.items():
-                if "reward" in written and not _is_number(written["reward"]):
-                    raise broken(stage.name, f"{key} a reward", "a finite number", repr(written["reward"])[:200])
                 left[key].update(written)
                 columns.setdefault(key, {}).update(written)
             new = stage.made(result.made, left)
@@ -152,10 +167,6 @@ class ExperiencePipeline:
             self.rows.write(rows, batch)
         own = {key: value for key, value in columns.items() if key not in made}
         return Shaped(columns=own, removed={key: why for key, why in removed.items() if key not in made}, made=rows)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def _samples(key: str, made: Mapping[str, MadeRow]) -> Sequence[str]:

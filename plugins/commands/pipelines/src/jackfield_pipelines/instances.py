@@ -13,6 +13,7 @@ import attrs
 from jackfield.abc.operator import Operator, OperatorContext
 from jackfield.clock import Clock
 from jackfield.errors import ConfigError, OperatorError
+from jackfield_pipelines.contract import stages_errors
 from jackfield_pipelines.experiences import ExperiencePipeline
 from jackfield_pipelines.loops import LoopThread
 from jackfield_pipelines.pipeline import Step
@@ -101,12 +102,14 @@ class Room:
             raise ConfigError(what, where="data.pipeline.experiences", expected=expected, found=step.name)
         if type(operator).state is not Operator.state:
             own.append(operator)
-            await operator.start()
+            with stages_errors(step.name, "at its start"):
+                await operator.start()
             if states is not None:
                 operator.restore(states[number - 1])
             return operator
         try:
-            await operator.start()
+            with stages_errors(step.name, "at its start"):
+                await operator.start()
         except BaseException:
             await operator.close()
             raise
@@ -139,4 +142,5 @@ async def _scored(gate: Gate, asks: ServedAsks, values: Mapping[str, Any], respo
 
 async def _close(operators: Sequence[Operator]) -> None:
     for operator in reversed(operators):
-        await operator.close()
+        with stages_errors(type(operator).__name__, "at its end"):
+            await operator.close()

@@ -6,7 +6,7 @@ import codecs
 import contextlib
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,15 +17,16 @@ import xxhash
 
 from jackfield.abc.operator import Operator, OperatorContext
 from jackfield.clock import Clock
-from jackfield.errors import ConfigError, JackfieldError
+from jackfield.errors import ConfigError
 from jackfield.plugins.registry import PluginRecord
 from jackfield.settings import structure
+from jackfield_pipelines.contract import broken, stages_errors
 from jackfield_pipelines.guards import disk_errors, locked
 from jackfield_pipelines.lines import keyed
 from jackfield_pipelines.process_operators import end_processes
 from jackfield_pipelines.row_sets import KEY, ROWS, SET_ASIDE, RowSet, RowSetWriter
 from jackfield_pipelines.services import Gate, Services
-from jackfield_pipelines.stages import Limits, OperatorStage, broken, decide, order
+from jackfield_pipelines.stages import Limits, OperatorStage, decide, order
 
 
 @attrs.frozen(kw_only=True)
@@ -51,7 +52,8 @@ class Step:
     def build(self, context: OperatorContext) -> Operator:
         """Make the operator. An error of its settings says where they are."""
         try:
-            built: Operator = self.record.build(self.settings, context, self.where)
+            with stages_errors(self.name, "when it is made"):
+                built: Operator = self.record.build(self.settings, context, self.where)
         except ConfigError as error:
             if not str(error.where or "").startswith(self.where):
                 error.where = f"{self.where}.{error.where}" if error.where else self.where
@@ -201,24 +203,13 @@ class FilePipeline:
 
 @contextlib.asynccontextmanager
 async def _started(operator: Operator, name: str) -> AsyncIterator[None]:
-    with _named(name, "at its start"):
+    with stages_errors(name, "at its start"):
         await operator.start()
     try:
         yield
     finally:
-        with _named(name, "at its end"):
+        with stages_errors(name, "at its end"):
             await operator.close()
-
-
-@contextlib.contextmanager
-def _named(name: str, when: str) -> Iterator[None]:
-    """Name the operator that raised an error of its own."""
-    try:
-        yield
-    except (JackfieldError, OSError):
-        raise
-    except Exception as error:
-        raise broken(name, f"an error {when}", "no error", f"{type(error).__name__}: {error}") from error
 
 
 def _add(counters: dict[str, float], name: str, number: float) -> None:

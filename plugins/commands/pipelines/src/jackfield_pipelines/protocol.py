@@ -65,6 +65,7 @@ class ExperienceJob:
     seed: int
     steps: int  #: training steps of the run
     seconds: float  #: deadline of a request
+    set_aside: float = Limits().set_aside  #: most of the rows that an operator may set aside, as a share
 
 
 @attrs.frozen(kw_only=True)
@@ -74,6 +75,7 @@ class Opened:
     reads: Sequence[str]
     states: list[Any] | None  #: of new operators; None: the run has given states
     operators: Sequence[Mapping[str, Any]] = ()  #: their names, versions and settings
+    samples: Sequence[str] = ()  #: names of those that make samples
 
 
 @attrs.frozen(kw_only=True)

@@ -51,12 +51,13 @@ class ServedPipeline(ExperiencePipeline):
         """Make the client of one of the run's reward workers."""
         settings, steps = config.data.pipeline, config.schedule.steps
         job: Any = {"operators": settings.experiences, "seed": context.seed, "steps": steps}
+        job |= {"seconds": settings.seconds_per_request, "set_aside": settings.maximum_set_aside}
         return cls(
             stages=(),
             steps=steps,
-            rows=MadeRows(Path(config.folder, "made", f"worker-{worker}.jsonl")),
+            rows=MadeRows.of_run(config, worker),
             client=client_of(config, context.clock, f" (worker {worker})"),
-            job=ExperienceJob(**job, seconds=settings.seconds_per_request),
+            job=ExperienceJob(**job),
             count=context.count,
             recorded=Path(config.folder) if worker == 0 else None,
         )
@@ -95,6 +96,8 @@ class ServedPipeline(ExperiencePipeline):
             self.opened = await service.open(self.job, self._now is not None)
             if self.recorded is not None:
                 record_operators(self.recorded, self.opened.operators)
+            if self.rows is not None:
+                self.rows.warn(self.opened.samples)
             self._now = self.opened.states if self._now is None else self._now
             self._at = connection
 

@@ -31,6 +31,7 @@ from jackfield.settings import structure
 from jackfield_pipelines.experiences import ExperiencePipeline
 from jackfield_pipelines.instances import Instance, Room
 from jackfield_pipelines.loops import LoopThread
+from jackfield_pipelines.made import makes_samples
 from jackfield_pipelines.pipeline import FilePipeline, Step
 from jackfield_pipelines.process_operators import INTERPRETER
 from jackfield_pipelines.protocol import (
@@ -252,17 +253,19 @@ class Pipelines(PipelineService):
             steps = partial(self._steps, job.operators, "data.pipeline.experiences")
             room = self._rooms[key] = Room(job=job, steps=steps, asks=partial(self._asks, TaskFormat()))
         room.users += 1
-        instance = Instance(pipeline=ExperiencePipeline(stages=(), steps=job.steps))
+        instance = Instance(pipeline=ExperiencePipeline(stages=(), steps=job.steps, set_aside=job.set_aside))
         try:
             await room.open(instance, states)
         except BaseException:
             await self._leave(room, instance)
             raise
         self._instances[connection] = room, instance
+        stages = instance.pipeline.stages
         return Opened(
             reads=sorted(instance.pipeline.reads),
             states=None if restores else instance.states,
-            operators=[stage.about for stage in instance.pipeline.stages],
+            operators=[stage.about for stage in stages],
+            samples=[stage.name for stage in stages if makes_samples(stage.operator)],
         )
 
     async def add(self, part: bytes, further: bool) -> None:
@@ -335,7 +338,12 @@ async def serving(config: ServeConfig, clock: Clock | None = None) -> AsyncItera
     Raise ``run.folder-in-use`` if the folder is served already, and ``rpc.address`` if the address is in use.
     """
     clock, folder = clock or Clock(), Path(config.folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        details: Any = {"where": "folder", "expected": "a folder, or a path where one can be made", "found": error}
+        fix = "remove the file that is in its place, or name another folder in the service's file"
+        raise ConfigError("the service's folder cannot be made", fix=fix, **details) from error
     async with AsyncExitStack() as stack:
         stack.enter_context(folder_lock(folder, "service"))
         pipelines, file = Pipelines(config, discover(), clock), folder / ADDRESS_FILE

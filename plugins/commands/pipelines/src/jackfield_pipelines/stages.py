@@ -18,6 +18,14 @@ import numpy as np
 from jackfield.abc.operator import NewRow, Operator, OperatorRequest, OperatorResult, Row, Selection
 from jackfield.clock import Clock
 from jackfield.errors import ConfigError, DeadlineExceeded, JackfieldError, OperatorError, WorkerLost
+from jackfield_pipelines.contract import (
+    CONTRACT,
+    broken,
+    refuse_many,
+    rows_errors,
+    stages_errors,
+    without_odd_numbers,
+)
 from jackfield_pipelines.lines import ALL, Record, encoded, reader, updated
 from jackfield_pipelines.row_sets import KEY, LINEAGE, REMOVED, ROWS, SET_ASIDE, RowSet, RowSetWriter
 
@@ -26,7 +34,6 @@ _decode = msgspec.json.Decoder().decode
 _SAVED_SECONDS = 2.0  #: between two savings of a stage's progress
 _LATE = 16  #: requests in a row that passed their deadline, after which it is not the rows' fault; more than halvings
 _PART = 4096  #: rows that are written together where no operator processes them
-CONTRACT = "operator.contract"  #: the code of a result that the contract does not allow
 
 
 @attrs.frozen(kw_only=True)
@@ -114,10 +121,11 @@ class OperatorStage:
     async def _asked(self, rows: Sequence[Row], batch: int, steps: int) -> OperatorResult:
         request = OperatorRequest(rows=tuple(rows), batch=batch, steps=steps, deadline_seconds=self.seconds)
         who = f"operator '{self.name}' with {len(rows)} rows from {rows[0].key}"
-        result = await self.clock.wait_for(self.operator.process(request), self.seconds, who)
+        with rows_errors(self.name):
+            result = await self.clock.wait_for(self.operator.process(request), self.seconds, who)
         self._check(result, {row.key for row in rows})
         self._late = 0
-        return result
+        return without_odd_numbers(result, self.operator.type)
 
     def _check(self, result: OperatorResult, keys: set[str]) -> None:
         """Refuse keys that are not the request's, and columns that the operator does not declare."""
@@ -157,7 +165,9 @@ class OperatorStage:
             async for lines, records, result in results:
                 self._write(writer, lines, records, result)
                 done += len(lines)
-                self._refuse_many(writer, done, limits, result)
+                if result.set_aside:
+                    reason = next(iter(result.set_aside.values()))
+                    refuse_many(self.name, writer.counts["set_aside"], done, limits.set_aside, reason)
                 used = before + (now := self.clock.time()) - began
                 if now - saved >= _SAVED_SECONDS:
                     state = {"operator": self.operator.state(), "counters": self.counters, "seconds": used}
@@ -214,15 +224,6 @@ class OperatorStage:
         lineage = [{KEY: record[KEY], "parents": row.parents} for record, row in zip(made, result.made, strict=True)]
         writer.append(LINEAGE, lineage)
 
-    def _refuse_many(self, writer: RowSetWriter, done: int, limits: Limits, result: OperatorResult) -> None:
-        aside = writer.counts["set_aside"]
-        if result.set_aside and aside > max(20, limits.set_aside * done):
-            reason = next(iter(result.set_aside.values()))
-            details: Any = {"where": self.name, "expected": f"at most {limits.set_aside:.0%} of the rows"}
-            fix = "correct the rows or the operator's settings, or raise data.pipeline.maximum_set_aside"
-            what = f"{aside:.0f} of {done} rows were set aside"
-            raise OperatorError(what, code="operator.set-aside", found=reason, fix=fix, **details)
-
 
 def _parts(source: Iterable[bytes], columns: Iterable[str], size: int) -> Iterator[tuple[Lines, dict[str, Record]]]:
     """Yield so many lines at a time by their keys, and their columns."""
@@ -249,13 +250,6 @@ def _made(rows: Sequence[NewRow], records: Mapping[str, Record], stage: int) -> 
     return made
 
 
-def broken(name: str, what: str, expected: str, found: str) -> OperatorError:
-    """Return the error of an operator that does what the contract does not allow."""
-    fix = "correct the operator; `jackfield plugins check` says what else is wrong with it"
-    details: Any = {"where": name, "expected": expected, "found": found, "fix": fix}
-    return OperatorError(f"the operator gave {what}", code=CONTRACT, **details)
-
-
 def decision(operator: Operator, records: Mapping[str, Record], name: str) -> Mapping[str, str]:
     """Return which records a filter does not keep, by the columns that it writes, with the reasons."""
     columns = tuple(operator.writes)
@@ -263,13 +257,8 @@ def decision(operator: Operator, records: Mapping[str, Record], name: str) -> Ma
         Row(key=key, values=record if ALL in columns else {each: record.get(each) for each in columns})
         for key, record in records.items()
     ]
-    try:
+    with stages_errors(name, "instead of a decision"):
         found = operator.decide(rows)
-    except JackfieldError:
-        raise
-    except Exception as error:
-        raised = f"{type(error).__name__}: {error}"
-        raise broken(name, "an error instead of a decision", "reasons by the keys of rows", raised) from error
     if not isinstance(found, Mapping) or not found.keys() <= records.keys():
         raise broken(name, "another decision than it may", "reasons by the keys of rows", repr(found)[:200])
     return found

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +24,7 @@ from jackfield.errors import ConfigError, DataError
 from jackfield.plugins.registry import Registry, discover
 from jackfield.settings import structure
 from jackfield_pipelines.client import prepare, sources_of
+from jackfield_pipelines.loops import LoopThread
 from jackfield_pipelines.pipeline import FilePipeline, Step
 from jackfield_pipelines.process_operators import INTERPRETER, Interpreters, end_processes
 from jackfield_pipelines.protocol import TaskJob
@@ -162,11 +161,13 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
         job = TaskJob(operators=settings.tasks, files=sources_of(files), form=form, columns=columns, **shared)
         return await prepare(config, job, [file for file, _, _ in files], pipeline.folder, tell)
 
-    with ExitStack() as stack, ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
+    with ExitStack() as stack:
         opened = [stack.enter_context(readers().open_lines(each)) for each in sets]
         files = list(zip(opened, (each.path for each in sets), stems_of(sets), strict=True))
         work = run(files) if settings.service is None else served(files)
-        found = thread.submit(lambda: asyncio.run(work)).result()
+        thread = LoopThread("tasks")  # the caller may be in an event loop
+        stack.callback(thread.end, waits=True)
+        found = thread.run(work)
     _check_found(found, sets)
     return found
 

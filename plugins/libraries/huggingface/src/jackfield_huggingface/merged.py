@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jackfield.errors import EngineError, PluginError
-from jackfield_huggingface.hub import model_folder
+from jackfield_huggingface.hub import model_folder, model_name
+from jackfield_huggingface.origins import CONFIG, WEIGHTS, onto_base, origin_of, record
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TOKENIZER = (
     "*token*",
     "chat_template*",
@@ -25,10 +25,11 @@ _ADAPTER = (CONFIG, WEIGHTS, *_TOKENIZER)
 _BASE = ("*.safetensors", "*.bin", "config.json", "generation_config.json", *_TOKENIZER)
 
 
-def merged_folder(folder: str) -> str:
+def merged_folder(folder: str, outer: tuple[str, ...] = ()) -> str:
     """Return the folder of the model that results from an adapter and its base model.
 
-    The base is the one that ``adapter_config.json`` names: a folder, or a model of the Hub. The result is kept under
+    The base is the one that ``adapter_config.json`` names: a folder, or a model of the Hub; an adapter is merged first
+    (``outer`` are those whose base it is). The result is kept under
     ``HF_HOME/jackfield/merged`` and made again only if the adapter or its base has changed. Raise ``engine.model`` if
     the adapter cannot be merged or its base is not to be had, and ``plugin.requirement`` without peft.
     """
@@ -46,7 +47,10 @@ def merged_folder(folder: str) -> str:
     whole = Path(base).is_dir() or revision is None
     base = model_folder(base if whole else f"{base}@{revision}")
     if Path(base, CONFIG).is_file() and not Path(base, "config.json").is_file():
-        raise _refused(folder, "a whole model as its base model", f"{base}, which is an adapter itself")
+        inner = (*outer, str(Path(folder).resolve()))
+        if str(Path(base).resolve()) in inner:
+            raise _refused(folder, "a whole model at the end of its base models", f"{base} once more")
+        base = merged_folder(base, inner)
     if not Path(base, "config.json").is_file():
         raise _refused(folder, "its base model, in a folder or on the Hub", f"base_model_name_or_path {base}")
     place = Path(constants.HF_HOME, "jackfield", "merged", _digest(Path(folder), Path(base)))
@@ -59,7 +63,35 @@ def merged_folder(folder: str) -> str:
                 made.rename(place)
         finally:
             shutil.rmtree(made, ignore_errors=True)
+    record(place, Path(folder), Path(base))
     return str(place)
+
+
+def name_origin(folder: Path, path: str) -> dict[str, str]:
+    """Have an exported model name what it was made from as the user knows it; return that, for its card.
+
+    ``path`` is the folder of the run's model, which may be in a cache. An adapter that was trained on a merged one
+    becomes one of the whole base model, as far as that can be; otherwise it names the merged adapter as its base.
+    """
+    base, origin, own = _name(path), origin_of(path), folder / CONFIG
+    rows = {"base model": base}
+    if origin is not None:
+        adapter, whole = Path(origin["adapter"]), origin["base"]
+        rows = {"base model": _name(whole), "adapter that was merged into it before": base}
+        is_same = origin_of(whole) is None and _digest(adapter, Path(whole)) == Path(path).name
+        if not own.is_file() or (is_same and onto_base(folder, adapter, _name(whole))):
+            return rows
+        rows = {"base model": base, "which is an adapter of": _name(whole), "before use": "merge that adapter first"}
+    if own.is_file() and base != path:
+        described = {**json.loads(own.read_text(encoding="utf-8")), "base_model_name_or_path": base}
+        own.write_text(json.dumps(described, indent=2), encoding="utf-8")
+    return rows
+
+
+def _name(path: str) -> str:
+    """Return the name of a model on the Hub, or its folder; of a merged one that of its adapter."""
+    origin = origin_of(path)
+    return model_name(path) if origin is None else _name(origin["adapter"])
 
 
 def _merge(folder: str, base: str, made: Path) -> None:

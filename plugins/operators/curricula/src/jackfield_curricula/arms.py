@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jackfield.abc.curriculum import CurriculumTasks
+from jackfield.errors import ConfigError
 
+_FEW = 16  #: kinds that any number of tasks may have
 _CHOSEN = 0.01  #: how much a choice counts beside a use: a task that was chosen for a retry may not have been used
 
 
@@ -18,7 +20,7 @@ def arms_of(tasks: CurriculumTasks, by: str | None, bins: int) -> tuple[NDArray[
     """Return the arm of each task, and the names of arms.
 
     Without ``by``, each task is an arm. Numbers fall into ``bins`` of about equal size, equal numbers into one; any
-    other values are kinds.
+    other values are kinds. ``config.invalid-value`` if most tasks are a kind of their own, as by a field with texts.
     """
     if by is None:
         return np.arange(len(tasks)), []
@@ -33,6 +35,11 @@ def arms_of(tasks: CurriculumTasks, by: str | None, bins: int) -> tuple[NDArray[
         ]
         return dense.astype(np.int64), names
     kinds = sorted({str(value) for value in values})
+    if len(kinds) > max(_FEW, len(values) // 2):
+        fix = "name a field with few values or with numbers; or leave `by` out, and each task is one of its own"
+        details: Any = {"where": "data.curriculum.options.by", "expected": "at most half as many kinds as tasks"}
+        details |= {"found": f"{len(kinds)} kinds of {len(values)} tasks, such as {kinds[0]!r:.60}"}
+        raise ConfigError(f"the values of {by} are no kinds of tasks", fix=fix, **details)
     places = {kind: place for place, kind in enumerate(kinds)}
     return np.array([places[str(value)] for value in values], dtype=np.int64), kinds
 

@@ -45,7 +45,8 @@ class AdaptiveDifficulty(Curriculum):
             (each for each in values if isinstance(each, bool) or not isinstance(each, int | float)), None
         ):
             details: Any = {"where": "data.curriculum.options.by", "expected": "numbers", "found": repr(wrong)[:100]}
-            raise ConfigError(f"a difficulty ({self.by}) is no number", **details)
+            fix = "name a field with numbers; operators of data.pipeline.tasks, such as difficulty_rules, write one"
+            raise ConfigError(f"a difficulty ({self.by}) is no number", fix=fix, **details)
         _, inverse = np.unique(np.array(values, dtype=np.float64), return_inverse=True)
         sizes = np.bincount(inverse)
         middle = np.cumsum(sizes) - (sizes + 1) / 2  # mean place of equal ones

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import attrs
@@ -10,9 +11,8 @@ import xxhash
 from attrs.validators import ge, in_, le
 
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType, Row, Use
-from jackfield.errors import ConfigError, OperatorError
 from jackfield.sdk import option
-from jackfield_model_requests import AskingConfig, Model, read_rating, until_deadline
+from jackfield_model_requests import AskingConfig, Model, check_scale, form_of, rated, until_deadline
 from jackfield_operator_experiences.shaping import number_of, text_of
 from jackfield_reward_requests import fill_text, names
 
@@ -30,7 +30,6 @@ best. What is written between the lines with {fence} is material to rate, and no
 </response {fence}>
 
 Answer with JSON in this form, and with nothing else: {form}"""
-_AGAIN = "I cannot read a rating in that. Answer with JSON in this form, and with nothing else: {form}"
 _OWN = frozenset({"low", "high", "form", "fence"})
 
 
@@ -61,13 +60,7 @@ class QualityLlmConfig:
 
     def __attrs_post_init__(self) -> None:
         """Refuse an empty scale, and a template that does not show the response."""
-        if not self.low < self.high:
-            expected = f"more than low ({self.low:g})"
-            raise ConfigError("a scale has no extent", where="high", expected=expected, found=self.high)
-        if "response" not in names(self.template):
-            raise ConfigError("a template does not show the response", where="template", expected="{response}")
-        if paths := sorted(name for name in names(self.template) if "." in name):
-            raise ConfigError("a template names a part of a column", where="template", expected="columns", found=paths)
+        check_scale(self.low, self.high, self.template, "response")
 
 
 class QualityLlm(Operator):
@@ -80,7 +73,7 @@ class QualityLlm(Operator):
         super().__init__(config, context)
         self._model = Model(config.asked, context)
         self._columns = {name: context.column(name) for name in sorted(names(config.template) - _OWN)}
-        self._form = f'{{"quality": <number from {config.low:g} to {config.high:g}>}}'
+        self._form = form_of(config, "quality")
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -115,14 +108,16 @@ class QualityLlm(Operator):
             except (KeyError, TypeError) as error:
                 rewards.pop(row.key, None)
                 aside[row.key] = f"{type(error).__name__}: {error}"
-        work = {key: self._rated(key, question) for key, question in asked.items()}
+        rate = partial(rated, self._model)
+        work = {key: rate(text, self.config, "quality", "quality", key) for key, text in asked.items()}
         who = f"ratings by {self._model.name}"
         found = await until_deadline(work, self.context.clock, request.deadline_seconds, who)
         updates, failed = dict[str, dict[str, float]](), dict[str, Exception]()
-        for key, quality in found.items():
-            if isinstance(quality, Exception):
-                failed[key] = quality
+        for key, rating in found.items():
+            if isinstance(rating, Exception):
+                failed[key] = rating
             else:
+                quality = rating - 0.5
                 updates[key] = {"reward": rewards[key] + self.config.weight * quality, "judged_quality": quality}
         return OperatorResult(updates=updates, set_aside={**aside, **self._failed(failed)})
 
@@ -149,24 +144,6 @@ class QualityLlm(Operator):
             return own[name] if name in own else row.values[self._columns[name]]
 
         return fill_text(self.config.template, value)
-
-    async def _rated(self, key: str, question: str) -> float:
-        """Return the quality of a response; ask until an answer has a rating."""
-        config, messages = self.config, [{"role": "user", "content": question}]
-        sampling: Any = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-        last = ""
-        async with self._model.turn():
-            for attempt in range(config.repairs + 1):
-                answer = await self._model.ask(messages, seed=self._model.seed("quality", key, attempt), **sampling)
-                try:
-                    rating = read_rating(answer.text, config.low, config.high, "quality")
-                    return float((rating - config.low) / (config.high - config.low) - 0.5)
-                except ValueError as error:
-                    last = str(error)
-                again = {"role": "user", "content": _AGAIN.replace("{form}", self._form)}
-                messages = [*messages[:1], {"role": "assistant", "content": answer.text or "(no text)"}, again]
-        what, expected = "a model gave no rating", self._form
-        raise OperatorError(what, code="operator.answer", where=self._model.name, expected=expected, found=last)
 
 
 def _cut(text: str, most: int) -> str:

@@ -45,7 +45,7 @@ class LengthReward(Operator):
         self._column = "response_tokens" if config.unit == "tokens" else "response"
         if config.high < config.low:
             details: Any = {"where": "high", "expected": f"at least low ({config.low})", "found": config.high}
-            raise ConfigError("the band is empty", **details)
+            raise ConfigError("the band is empty", fix="swap low and high, or widen the band", **details)
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import attrs
 from attrs.validators import ge, optional
@@ -44,7 +44,9 @@ class QualityRules(Operator):
         self._matches = [expression(text, f"matches.{name}") for name, text in config.matches.items()]
         self._lacks = [expression(text, f"lacks.{name}") for name, text in config.lacks.items()]
         if not (self._matches or self._lacks or config.repetition or config.ends):
-            raise ConfigError("there are no rules", where="quality_rules", expected="one rule or more", found="none")
+            fix = "give matches or lacks, or do not turn off repetition and ends"
+            details: Any = {"where": "matches", "expected": "one rule or more", "found": "none", "fix": fix}
+            raise ConfigError("there are no rules", **details)
 
     async def process(self, request: OperatorRequest) -> OperatorResult:
         """Apply the rules."""

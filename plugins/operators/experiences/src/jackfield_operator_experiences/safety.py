@@ -50,13 +50,15 @@ class SafetyPenalty(Operator):
         self._searched = dict[str, list[re.Pattern[str]]]()
         for name, words in config.words.items():
             if not words or not all(map(str.strip, words)):
-                raise ConfigError("there are no words", where=f"words.{name}", expected="one or more", found=words)
+                details: Any = {"where": f"words.{name}", "expected": "one or more, with letters", "found": words}
+                raise ConfigError("there are no words", fix="give words, or leave the category out", **details)
             parts = (r"\s+".join(map(re.escape, _normal(word).split())) for word in words)
             self._searched[name] = [re.compile(rf"(?<!\w)(?:{'|'.join(parts)})(?!\w)", flags)]
         for name, text in config.patterns.items():
             self._searched.setdefault(name, []).append(expression(text, f"patterns.{name}", flags))
         if not self._searched:
-            raise ConfigError("nothing is searched", where="patterns", expected="words or patterns", found="none")
+            details = {"where": "patterns", "expected": "words or patterns", "found": "none"}
+            raise ConfigError("nothing is searched", fix="give words or patterns by category", **details)
 
     async def process(self, request: OperatorRequest) -> OperatorResult:
         """Search all words and expressions."""

@@ -16,7 +16,8 @@ def expression(pattern: str, where: str, flags: re.RegexFlag = re.DOTALL) -> re.
         return re.compile(pattern, flags)
     except re.error as error:
         details: Any = {"where": where, "expected": "a regular expression of Python", "found": pattern}
-        raise ConfigError(f"a pattern cannot be read: {error}", **details) from error
+        fix = "correct the pattern; a backslash before a bracket or a sign has it stand for itself"
+        raise ConfigError(f"a pattern cannot be read: {error}", fix=fix, **details) from error
 
 
 def number_of(row: Row, column: str) -> float:

@@ -143,9 +143,8 @@ class Salience(Operator):
         super().__init__(config, context)
         self._column = f"log_prob_{config.log_prob}"
         if config.minimum is None and config.share is None:
-            raise ConfigError(
-                "nothing would be left out", where="salience", expected="minimum or share", found="neither"
-            )
+            details: Any = {"where": "share", "expected": "minimum or share", "found": "neither"}
+            raise ConfigError("nothing would be left out", fix="give share, for example 0.5, or minimum", **details)
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -9,9 +9,9 @@ import attrs
 from attrs.validators import ge, le
 
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType, Row, Use
-from jackfield.errors import ConfigError, OperatorError, WorkerLost
+from jackfield.errors import WorkerLost
 from jackfield.sdk import option
-from jackfield_model_requests import AskingConfig, Model, read_rating
+from jackfield_model_requests import AskingConfig, Model, check_scale, form_of, rated
 from jackfield_operator_models.texts import text_of
 from jackfield_reward_requests import fill_text, names
 
@@ -30,7 +30,6 @@ the easiest and {high} the hardest. What is written within the tags is material 
 </reference_answer>
 
 Answer with JSON in this form, and with nothing else: {form}"""
-_AGAIN = "I cannot read a rating in that. Answer with JSON in this form, and with nothing else: {form}"
 _NONE = "(not given)"
 _OWN = {"low", "high", "form"}
 
@@ -55,17 +54,7 @@ class DifficultyLlmConfig(AskingConfig):
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        if not self.low < self.high:
-            raise ConfigError(
-                "a scale has no extent", where="high", expected=f"more than low ({self.low:g})", found=self.high
-            )
-        shown = names(self.template)
-        if "prompt" not in shown:
-            raise ConfigError(
-                "a template does not show the problem", where="template", expected="{prompt}", found="none"
-            )
-        if paths := sorted(name for name in shown if "." in name):
-            raise ConfigError("a template names a part of a column", where="template", expected="columns", found=paths)
+        check_scale(self.low, self.high, self.template, "prompt")
 
 
 class DifficultyLlm(Operator):
@@ -77,7 +66,7 @@ class DifficultyLlm(Operator):
         super().__init__(config, context)
         self._model = Model(config, context)
         self._columns = {name: self._column(name) for name in sorted(names(config.template) - _OWN)}
-        self._form = f'{{"difficulty": <number from {config.low:g} to {config.high:g}>}}'
+        self._form = form_of(config, "difficulty")
 
     def _column(self, name: str) -> str | None:
         """Return the column of a placeholder; None for an answer that is not shown."""
@@ -124,11 +113,8 @@ class DifficultyLlm(Operator):
     async def _row(self, row: Row) -> float | str:
         """Return the difficulty of a row, or why it has none."""
         try:
-            messages = [
-                {"role": "user", "content": fill_text(self.config.template, lambda name: self._value(row, name))}
-            ]
-            async with self._model.turn():
-                return await self._rated(row.key, messages)
+            question = fill_text(self.config.template, lambda name: self._value(row, name))
+            return await rated(self._model, question, self.config, "difficulty", row.key)
         except WorkerLost:
             raise
         except Exception as error:
@@ -144,25 +130,3 @@ class DifficultyLlm(Operator):
         assert column is not None, "only an answer has none"
         value = row.values.get(column)
         return str(value) if isinstance(value, int | float) and name != "prompt" else text_of(row.values, column)
-
-    async def _rated(self, key: str, messages: list[dict[str, str]]) -> float:
-        """Ask until an answer has a rating."""
-        config = self.config
-        for attempt in range(config.repairs + 1):
-            seed = self._model.seed(key, attempt)
-            answer = await self._model.ask(
-                messages, temperature=config.temperature, max_tokens=config.max_tokens, seed=seed
-            )
-            try:
-                rating = read_rating(answer.text, config.low, config.high)
-                return float((rating - config.low) / (config.high - config.low))
-            except ValueError as error:
-                last = str(error)
-            again = _AGAIN.replace("{form}", self._form)
-            messages = [
-                *messages[:1],
-                {"role": "assistant", "content": answer.text},
-                {"role": "user", "content": again},
-            ]
-        what, expected = "a model gave no rating", self._form
-        raise OperatorError(what, code="operator.answer", where=self._model.name, expected=expected, found=last)

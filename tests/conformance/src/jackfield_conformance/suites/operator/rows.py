@@ -196,6 +196,10 @@ async def each_type_does_what_it_says(subject: Subject, operator: Operator) -> N
         assert not result.made, f"a {kind} makes new rows"
     if kind in ("deduplicator",):
         assert not result.updates, "a deduplicator changes rows"
+    if kind == "scorer":
+        for key, values in result.updates.items():
+            for name, value in values.items():
+                assert value is None or isinstance(value, int | float), f"{name} of {key} is {value!r}, no number"
     selection = operator.selection
     assert (selection is not None) == (kind == "selector"), f"a {kind}: selection is {selection!r}"
     if selection is not None:
