@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jackfield.abc.operator import Row
-from jackfield_operator_data_juicer.bridge import Bridge
+from jackfield_operator_data_juicer.bridges import bridge_of
 from jackfield_operator_data_juicer.making import thresholds
 from jackfield_operator_data_juicer.survey import EXAMPLES, rows
 
@@ -21,7 +21,7 @@ def of_case(folder: Path) -> Mapping[str, Any]:
     name = os.environ.get(CASE, "text_length_filter")
     settings = EXAMPLES.get(name, {})
     columns = {"text_key": "prompt", "query_key": "prompt", "prompt_key": "prompt", "response_key": "response"}
-    bridge = Bridge.of(name, settings, columns, 0)
+    bridge = bridge_of(name, settings, columns, 0)
     bad = () if "*" in bridge.reads or not bridge.keys else _BAD
     given = {"settings": {"op": name, "settings": settings}, "rows": [dict(row.values) for row in rows()]}
     return {**given, "bad": bad, "kept": _between(bridge)}
@@ -39,7 +39,7 @@ def _between(bridge: Bridge) -> dict[str, Any]:
     middle = (min(numbers) + max(numbers)) / 2
     bound = {lowest[0]: middle if isinstance(numbers[0], float) else round(middle)}
     columns = {"text_key": "prompt"}
-    other = Bridge.of(bridge.name, {**EXAMPLES.get(bridge.name, {}), **bound}, columns, 0)
+    other = bridge_of(bridge.name, {**EXAMPLES.get(bridge.name, {}), **bound}, columns, 0)
     computed = bridge.process(rows()).updates
     left_out = other.decide([Row(key=key, values=values) for key, values in computed.items()])
     return {"thresholds": bound} if 0 < len(left_out) < len(computed) else {}
