@@ -28,10 +28,10 @@ _TEXTS = (
 _DIRTY = r"""<p>Caf&eacute; &amp; more</p>
 /* Copyright 2020 by Ida. All rights reserved. */
 Ｔｈｅ “quoted” text：ｆｉｘ it。 It is at 192.168.0.1, https://example.org/a and ida@example.org.
-◆ A bullet ■ with　wide space, and schÃ¶n text, 漢字簡體.
-| a | b |
-|---|---|
-| 1 | 2 |
+◆ A bullet ■ with　wide space, and schÃ¶n text, 汉语.
+toys cards
+1 2
+3 4
 A pneumonoultramicroscopicsilicovolcanoconiosisandmorewordsthatgoonandon word, a a a a a a a a a, http www.
 He is 9. He is 9. He is 9. He is 9. He is 9.
 """
@@ -70,6 +70,7 @@ def _values(folder: Path, at: int) -> dict[str, Any]:
         "reward": at / 4,
         "source": "abba"[at],
         "dirty": f"{text}\n{_DIRTY}",
+        "chinese": f"今天有{at}个苹果，小明买了二十个苹果，现在有多少个苹果？",
         "latex": f"{_LATEX}% {text}",
         "tokens": f"<__dj__video> {text} <|__dj__eoc|>",
         "images": [str(folder / f"image{at}.png")],

@@ -21,6 +21,8 @@ MULTIPLYING = frozenset(
         "nlpcda_zh_mapper",
         "sentence_augmentation_mapper",
         "text_chunk_mapper",
+        "video_split_by_duration_mapper",
+        "video_split_by_key_frame_mapper",
     }
 )
 
