@@ -24,7 +24,7 @@ class Comparing(Bridge):
     compares: ClassVar[bool] = True
 
     def dataset(self, samples: Sequence[Mapping[str, Any]]) -> Any:
-        """Return samples as a dataset, with their numbers as the column ``at``, and as Data-Juicer's own if it needs them."""
+        """Return samples as a dataset, with their numbers as the column ``at``, and as Data-Juicer's own."""
         import datasets
         from data_juicer.core.data import NestedDataset
 

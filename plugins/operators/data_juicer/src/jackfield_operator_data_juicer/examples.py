@@ -25,10 +25,11 @@ _TEXTS = (
     "There were 7 cards. Dan buys 1. How many cards are there now?",
 )
 #: What operators change that clean texts: each has something of its own.
-_DIRTY = r"""<p>Caf&eacute; &amp; more</p>
+_DIRTY = """<p>Caf&eacute; &amp; more</p>
 /* Copyright 2020 by Ida. All rights reserved. */
-Ｔｈｅ “quoted” text：ｆｉｘ it。 It is at 192.168.0.1, https://example.org/a and ida@example.org.
-◆ A bullet ■ with　wide space, and schÃ¶n text, 汉语.
+\uff34\uff48\uff45 “quoted” text\uff1a\uff46\uff49\uff58 it\u3002 It is at 192.168.0.1.
+See https://example.org/a and ida@example.org.
+◆ A bullet ■ with\u3000wide space, and schÃ¶n text, 汉语.
 toys cards
 1 2
 3 4
@@ -70,7 +71,7 @@ def _values(folder: Path, at: int) -> dict[str, Any]:
         "reward": at / 4,
         "source": "abba"[at],
         "dirty": f"{text}\n{_DIRTY}",
-        "chinese": f"今天有{at}个苹果，小明买了二十个苹果，现在有多少个苹果？",
+        "chinese": f"今天有{at}个苹果\uff0c小明买了二十个苹果\uff0c现在有多少个苹果\uff1f",
         "latex": f"{_LATEX}% {text}",
         "tokens": f"<__dj__video> {text} <|__dj__eoc|>",
         "images": [str(folder / f"image{at}.png")],
@@ -153,7 +154,8 @@ def make_files(folder: Path) -> None:
     for name, words in (("stopwords", ["the", "of", "is", "are", "and", "how"]), ("flagged_words", ["toys", "eggs"])):
         (folder / "words" / f"{name}.json").write_text(json.dumps({"en": words}), encoding="utf-8")
     (folder / "score.py").write_text(
-        "def score_fn(model, samples, images, device):\n    return [sum(each[0].resize((1, 1)).getpixel((0, 0))) for each in images]\n",
+        "def score_fn(model, samples, images, device):\n"
+        "    return [sum(each[0].resize((1, 1)).getpixel((0, 0))) for each in images]\n",
         encoding="utf-8",
     )
     (folder / "change.py").write_text(

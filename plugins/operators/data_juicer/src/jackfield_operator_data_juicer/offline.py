@@ -77,7 +77,10 @@ class Sound:
         samples, rate = soundfile.read(file, dtype="float32", always_2d=True)
         mono = samples.mean(axis=1)
         if self._rate is not None and self._rate != rate:
-            mono, rate = importlib.import_module("librosa").resample(mono, orig_sr=rate, target_sr=self._rate), self._rate
+            mono, rate = (
+                importlib.import_module("librosa").resample(mono, orig_sr=rate, target_sr=self._rate),
+                self._rate,
+            )
         return {"array": mono, "sampling_rate": rate}
 
 

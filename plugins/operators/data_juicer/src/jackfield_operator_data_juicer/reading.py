@@ -57,9 +57,15 @@ def column_settings(cls: type[OP]) -> tuple[str, ...]:
             other.add(id(node.slice))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_tags(node.func.value):
             other |= {id(each) for each in node.args}
-    read = [_of_self(node) for node in _nodes(cls) if isinstance(getattr(node, "ctx", None), ast.Load) and id(node) not in other]
+    read = [
+        _of_self(node)
+        for node in _nodes(cls)
+        if isinstance(getattr(node, "ctx", None), ast.Load) and id(node) not in other
+    ]
     apart = _APART.get(cls._name, ())
-    return tuple(dict.fromkeys(name for name in read if name.endswith("_key") and "_bytes_" not in name and name not in apart))
+    return tuple(
+        dict.fromkeys(name for name in read if name.endswith("_key") and "_bytes_" not in name and name not in apart)
+    )
 
 
 def _is_tags(node: ast.AST) -> bool:

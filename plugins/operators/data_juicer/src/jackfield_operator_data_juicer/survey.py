@@ -136,7 +136,9 @@ def why_not(given: Sequence[Row], result: OperatorResult) -> str:
     if result.set_aside:
         return next(iter(result.set_aside.values()))
     found = [{**values, **(values.get(STATS) or {})} for values in result.updates.values()]
-    told = [value for values in found for name, value in values.items() if name != STATS and value not in ([], {}, None)]
+    told = [
+        value for values in found for name, value in values.items() if name != STATS and value not in ([], {}, None)
+    ]
     return "" if told or result.removed or result.made else "it changes nothing"
 
 
