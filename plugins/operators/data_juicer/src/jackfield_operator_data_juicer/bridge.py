@@ -21,6 +21,7 @@ from jackfield_operator_data_juicer.reading import column_settings, reads_fields
 STATS, META = str(Fields.stats), str(Fields.meta)
 #: Settings of columns that belong together: a row needs one of them.
 _ANY = frozenset({"messages_key", "choices_key", "usage_key", "response_metadata_key"})
+_FILES = ("image_key", "audio_key", "video_key")  #: settings of columns that name files
 _PROBE = "There were 7 cards. Dan buys 1. How many now?\nThe answer is 8."
 
 
@@ -64,7 +65,8 @@ class Bridge:
 
     def probe(self) -> None:
         """Refuse an operator that wants the network, a program or a package for a row."""
-        row = Row(key="probe", values=dict.fromkeys(self.keys, _PROBE))
+        files = [getattr(self.op, name, None) for name in _FILES]
+        row = Row(key="probe", values={name: ["no-file"] if name in files else _PROBE for name in self.keys})
         with self.offline() as seen:
             try:
                 self.work([row])
