@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import textwrap
 from collections.abc import Iterator
@@ -30,15 +29,15 @@ def is_own(cls: type) -> bool:
     return cls.__module__.startswith("data_juicer.ops.") and cls.__module__ != "data_juicer.ops.base_op"
 
 
-@functools.cache
+_TREES = dict[type, tuple[ast.ClassDef, ...]]()
+
+
 def _trees(cls: type[OP]) -> tuple[ast.ClassDef, ...]:
     """Return the code of a class and of its bases that are of operators."""
-    found = list[ast.ClassDef]()
-    for each in filter(is_own, cls.__mro__):
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
-        assert isinstance(tree, ast.ClassDef)
-        found.append(tree)
-    return tuple(found)
+    if cls not in _TREES:
+        found = [ast.parse(textwrap.dedent(inspect.getsource(each))).body[0] for each in filter(is_own, cls.__mro__)]
+        _TREES[cls] = tuple(each for each in found if isinstance(each, ast.ClassDef))
+    return _TREES[cls]
 
 
 def _nodes(cls: type[OP]) -> Iterator[ast.AST]:
@@ -87,7 +86,6 @@ def uses_tags(cls: type[OP]) -> bool:
     return cls._name in TAGGING_OPS.modules or names_field(cls, "Fields.meta")
 
 
-@functools.cache
 def models(cls: type[OP]) -> tuple[str, ...]:
     """Return the kinds of models that the code prepares, itself or by other operators that it makes."""
     found, others = list[str](), list[str]()
