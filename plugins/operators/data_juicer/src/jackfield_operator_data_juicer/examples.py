@@ -5,6 +5,7 @@ All of it is made here, the same each time: the files by Pillow, soundfile and P
 
 from __future__ import annotations
 
+import functools
 import json
 import zipfile
 from collections.abc import Callable
@@ -178,6 +179,7 @@ def _image(at: int) -> Image.Image:
     return _picture(0.0) if at == 0 else Image.linear_gradient("L").resize((300, 100)).convert("RGB")
 
 
+@functools.cache
 def _picture(moved: float) -> Image.Image:
     """Return a drawn face, moved to the right by a part of 24 pixels."""
     image = Image.new("RGB", (WIDTH, HEIGHT), (90, 110, 140))
