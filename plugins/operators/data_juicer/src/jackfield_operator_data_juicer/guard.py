@@ -53,6 +53,16 @@ def closed() -> Iterator[list[str]]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
+def is_closed() -> bool:
+    """Return whether this code runs in such a block."""
+    return _closed.get()
+
+
+def refused() -> tuple[str, ...]:
+    """Return what was refused in this block so far."""
+    return tuple(_refused.get() or ())
+
+
 def refuse(what: str) -> None:
     """Raise :class:`Refused`, and note it for the block."""
     if (seen := _refused.get()) is not None:

@@ -1,25 +1,44 @@
-"""Makes operators of Data-Juicer, without network, models, programs and installations, and reads their code."""
+"""Makes operators of Data-Juicer, without network, models, programs and installations."""
 
 from __future__ import annotations
 
-import ast
 import copy
+import importlib.util
 import inspect
 import sys
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from data_juicer.ops import OPERATORS
-from data_juicer.ops.base_op import NON_STATS_FILTERS, OP, Filter
-from data_juicer.utils.lazy_loader import LazyLoader
+from data_juicer.ops.base_op import OP
 
 from jackfield.errors import ConfigError, OperatorError, did_you_mean
-from jackfield_operator_data_juicer import guard
 from jackfield_operator_data_juicer.config import unknown_name
+from jackfield_operator_data_juicer.offline import Offline
+from jackfield_operator_data_juicer.reading import models
 
 #: Operators that are no operators on rows.
 _NOT_ROWS = {"Grouper": "it makes one row of many", "Aggregator": "it needs rows that a grouper has joined"}
+_FFMPEG = "it starts the program ffmpeg"
+#: What operators need for a row, but not to be made.
+_NEEDS = {
+    "audio_ffmpeg_wrapped_mapper": _FFMPEG,
+    "download_file_mapper": "it needs the network",
+    "human_preference_annotation_mapper": "it needs the network: a server of Label Studio",
+    "image_remove_background_mapper": "it needs a model (rembg)",
+    "s3_download_file_mapper": "it needs the network",
+    "s3_upload_file_mapper": "it needs the network",
+    "video_ffmpeg_wrapped_mapper": _FFMPEG,
+    "video_human_tracks_face_demographic_mapper": "it needs a model (deepface)",
+    "video_motion_score_ptlflow_filter": "it needs a model (ptlflow)",
+    "video_motion_score_raft_filter": "it needs a model (raft)",
+    "video_ocr_area_ratio_filter": "it needs a model (easyocr)",
+    "video_resize_aspect_ratio_mapper": _FFMPEG,
+    "video_resize_resolution_mapper": _FFMPEG,
+    "video_split_by_scene_mapper": _FFMPEG,
+    "video_undistort_mapper": _FFMPEG,
+}
 
 
 def refusal(name: str, why: str) -> OperatorError:
@@ -46,10 +65,8 @@ def kind_of(cls: type[OP]) -> str:
 def make(name: str, settings: Mapping[str, Any]) -> OP:
     """Make an operator; refuse what needs a model, the network, another program or a package that is missing."""
     cls = operator_class(name)
-    if (why := _NOT_ROWS.get(kind_of(cls))) or (why := "it needs Data-Juicer's own Ray" if "ray_" in name else None):
+    if why := _never(name, cls):
         raise refusal(name, why)
-    if kind_of(cls) not in ("Filter", "Mapper", "Deduplicator", "Selector"):
-        raise refusal(name, f"it is a {kind_of(cls)}")
     known = {
         *cls._BASE_PARAMS,
         *(
@@ -61,91 +78,37 @@ def make(name: str, settings: Mapping[str, Any]) -> OP:
     if unknown := sorted(settings.keys() - known):  # which it would ignore
         what = f"Data-Juicer's {name} has no setting {unknown[0]!r}{did_you_mean(unknown[0], known)}"
         raise ConfigError(what, code="config.unknown-key", where=f"settings.{unknown[0]}", found=unknown[0])
-    with Offline(cls) as seen:
+    with Offline() as seen:
         try:
             import data_juicer.core.data  # noqa: F401 - operators import it when they are made, and packages with it
 
             made = cls(**copy.deepcopy(dict(settings)))
         except Exception as error:
             if seen or isinstance(error, ImportError):
-                raise refusal(name, seen[0] if seen else f"{type(error).__name__}: {error}") from error
+                raise refusal(name, _why(cls, seen[0] if seen else f"{type(error).__name__}: {error}")) from error
             found = f"{type(error).__name__}: {error}"
             what = f"Data-Juicer's {name} refuses its settings"
             raise ConfigError(what, where="settings", expected="its settings", found=found) from error
     if seen:
-        raise refusal(name, seen[0])
+        raise refusal(name, _why(cls, seen[0]))
     return made
 
 
-class Offline:
-    """Have neither a package installed nor a model loaded in a block, and yield what was refused."""
-
-    def __init__(self, cls: type[OP]) -> None:
-        self._modules = [sys.modules[each.__module__] for each in cls.__mro__ if each.__module__ in sys.modules]
-
-    def __enter__(self) -> list[str]:
-        self._closed = guard.closed()
-        seen = self._closed.__enter__()
-        self._before = [(place, "_install_package", vars(LazyLoader)["_install_package"]) for place in [LazyLoader]]
-        LazyLoader._install_package = staticmethod(lambda spec, *_, **__: guard.refuse(f"it needs the package {spec}"))
-        for module in self._modules:
-            if (loads := vars(module).get("prepare_model")) is not None:
-                self._before.append((module, "prepare_model", loads))
-                vars(module)["prepare_model"] = _no_model
-        return seen
-
-    def __exit__(self, *error: Any) -> None:
-        for place, name, value in reversed(self._before):
-            setattr(place, name, value)
-        self._closed.__exit__(*error)
+def _never(name: str, cls: type[OP]) -> str | None:
+    """Return why an operator cannot be used, whatever its settings are."""
+    if why := _NOT_ROWS.get(kind_of(cls)) or ("it needs Data-Juicer's own Ray" if "ray_" in name else None):
+        return why
+    if kind_of(cls) not in ("Filter", "Mapper", "Deduplicator", "Selector"):
+        return f"it is a {kind_of(cls)}"
+    if why := _NEEDS.get(name):
+        return why
+    module: ModuleType = sys.modules[cls.__module__]
+    if "load_audio" in vars(module) and importlib.util.find_spec("soundfile") is None:
+        return "it needs the package soundfile"
+    return None
 
 
-def _no_model(model_type: str, **_: Any) -> None:
-    guard.refuse(f"it needs a model ({model_type})")
-
-
-def thresholds(cls: type[OP]) -> frozenset[str]:
-    """Return the settings of a filter that only its decision reads, as its code shows.
-
-    Such a setting is kept as it is in an attribute, which no method that computes statistics reads.
-    """
-    if not issubclass(cls, Filter) or cls._name in NON_STATS_FILTERS.modules:
-        return frozenset()
-    methods = {name: node for each in reversed(cls.__mro__) if is_own(each) for name, node in _methods(each)}
-    read, pending = set[str](), [name for name in methods if name.startswith("compute_stats")]
-    known = set(pending)
-    while pending:
-        used = {name for node in ast.walk(methods[pending.pop()]) if (name := _of_self(node))}
-        read |= used
-        pending += [name for name in used & methods.keys() if name not in known]
-        known |= used & methods.keys()
-    found = {"min_closed_interval", "max_closed_interval", "reversed_range"}
-    if (init := methods.get("__init__")) is not None:
-        names = [each.arg for each in (*init.args.args[1:], *init.args.kwonlyargs)]
-        kept = [node for node in ast.walk(init) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)]
-        for name in names:
-            uses = [node for node in ast.walk(init) if isinstance(node, ast.Name) and node.id == name]
-            places = [node for node in kept if any(node.value is use for use in uses)]
-            kept_in = [own for node in places for target in node.targets if (own := _of_self(target))]
-            if len(uses) == len(places) == len(kept_in) == 1 and kept_in[0] not in read:
-                found.add(name)
-    return frozenset(found)
-
-
-def _methods(cls: type) -> Iterator[tuple[str, ast.FunctionDef]]:
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(tree, ast.ClassDef)
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            yield node.name, node
-
-
-def _of_self(node: ast.AST) -> str:
-    """Return the name of an attribute of ``self``, otherwise an empty text."""
-    own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    return str(getattr(node, "attr", "")) if own else ""
-
-
-def is_own(cls: type) -> bool:
-    """Return whether a class is of an operator, and not a base of all."""
-    return cls.__module__.startswith("data_juicer.ops.") and cls.__module__ != "data_juicer.ops.base_op"
+def _why(cls: type[OP], seen: str) -> str:
+    """Return why an operator was refused: if it lacks a package for a model, that it needs the model."""
+    kinds = models(cls)
+    return f"it needs a model ({kinds[0]})" if kinds and seen.startswith("it needs the package") else seen

@@ -28,10 +28,10 @@ class DataJuicer(Operator):
     def __init__(self, config: DataJuicerConfig, context: OperatorContext) -> None:
         super().__init__(config, context)
         config.check_name()
-        from jackfield_operator_data_juicer.bridge import Bridge
+        from jackfield_operator_data_juicer.bridges import bridge_of
 
         columns = {**{key: context.column(name) for key, name in _USUAL.items()}, **config.columns}
-        made = Bridge.of(config.op, {**config.settings, **config.thresholds}, columns, context.seed)
+        made = bridge_of(config.op, {**config.settings, **config.thresholds}, columns, context.seed)
         made.check_thresholds(config.thresholds)
         self._bridge = made
         self.type = made.type  # type: ignore[misc]
