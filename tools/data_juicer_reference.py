@@ -32,7 +32,7 @@ with them in the environment of its tests: {certified} have passed the conforman
 | certified | passes the conformance suite on the rows of `examples.py` \
 (texts, images, sounds, videos, LaTeX, traces of agents), where its effect \
 shows, with its default settings or those of the survey |
-| needs … | is refused before the first row, because of this |
+| refused | is refused before the first row, because of what is said |
 
 | operator | Data-Juicer's type | here a | | thresholds |
 |---|---|---|---|---|
@@ -55,7 +55,7 @@ def reference() -> str:
 
 def _state(name: str, facts: Mapping[str, Any]) -> tuple[str, str]:
     if facts["refused"]:
-        return "refused", f"needs {facts['refused'].removeprefix('it needs ')}"
+        return "refused", f"refused: {facts['refused']}"
     if facts["certified"]:
         return "certified", "certified"
     raise SystemExit(f"{name} is neither certified nor refused: {facts.get('needs')}")
@@ -64,7 +64,7 @@ def _state(name: str, facts: Mapping[str, Any]) -> tuple[str, str]:
 def _row(name: str, facts: Mapping[str, Any]) -> str:
     base = {"max_closed_interval", "min_closed_interval", "reversed_range"}
     later = ", ".join(f"`{each}`" for each in facts["thresholds"] if each not in base)
-    state = _state(name, facts)[1].replace("|", "\\|").replace("needs it ", "")
+    state = _state(name, facts)[1].replace("|", "\\|")
     return f"| `{name}` | {facts['type']} | {facts.get('as') or ''} | {state} | {later} |"
 
 

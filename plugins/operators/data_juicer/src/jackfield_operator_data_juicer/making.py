@@ -21,7 +21,7 @@ from jackfield_operator_data_juicer.reading import models
 #: Operators that are no operators on rows.
 _NOT_ROWS = {"Grouper": "it makes one row of many", "Aggregator": "it needs rows that a grouper has joined"}
 _FFMPEG = "it starts the program ffmpeg"
-#: What operators need for a row, but not to be made.
+#: What operators need for a row, but not to be made, or why they break the contract.
 _NEEDS = {
     "audio_ffmpeg_wrapped_mapper": _FFMPEG,
     "download_file_mapper": "it needs the network",
@@ -29,6 +29,7 @@ _NEEDS = {
     "image_remove_background_mapper": "it needs a model (rembg)",
     "s3_download_file_mapper": "it needs the network",
     "s3_upload_file_mapper": "it needs the network",
+    "video_face_ratio_filter": "its statistics change by chance: dlib reads beyond the memory of the image that it gets",
     "video_ffmpeg_wrapped_mapper": _FFMPEG,
     "video_human_tracks_face_demographic_mapper": "it needs a model (deepface)",
     "video_motion_score_ptlflow_filter": "it needs a model (ptlflow)",

@@ -73,7 +73,6 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "topk_specified_field_selector": {"field_key": "reward", "topk": 2},
     "video_duration_filter": {"video_backend": "av"},
     "video_extract_frames_mapper": {"frame_dir": "{}/frames", "frame_field": "new_frames"},
-    "video_face_ratio_filter": {"detect_interval": 10},
     "video_hand_action_compute_mapper": {"tag_field_name": "new_actions"},
     "video_remove_watermark_mapper": {"roi_strings": ["0,0,0.2,0.2"]},
     "video_split_by_duration_mapper": {**_TOKENS, "video_backend": "av", "split_duration": 1},
