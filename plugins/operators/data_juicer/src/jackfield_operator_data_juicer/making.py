@@ -29,7 +29,7 @@ _NEEDS = {
     "image_remove_background_mapper": "it needs a model (rembg)",
     "s3_download_file_mapper": "it needs the network",
     "s3_upload_file_mapper": "it needs the network",
-    "video_face_ratio_filter": "its statistics change by chance, because dlib reads beyond the memory of its image",
+    "video_face_ratio_filter": "its statistics change by chance: dlib reads beyond the memory of its image",
     "video_ffmpeg_wrapped_mapper": _FFMPEG,
     "video_human_tracks_face_demographic_mapper": "it needs a model (deepface)",
     "video_motion_score_ptlflow_filter": "it needs a model (ptlflow)",
