@@ -80,7 +80,7 @@ def _hook() -> None:
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event[:3] not in ("soc", "sub", "os.") or not _closed.get():
         return
-    if event in _PROGRAMS:
+    if event in _PROGRAMS and not _looks_for_library():
         named = arguments[1] if event == "subprocess.Popen" else arguments[0]
         words = [os.fsdecode(each) for each in named] if isinstance(named, list | tuple) else [os.fsdecode(named)]
         shown = [os.path.basename(words[0]), *(word for word in words[1:] if not os.path.isabs(word))]
@@ -89,6 +89,16 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         refuse(f"it connects to {os.fsdecode(arguments[0])}")
     if event == "socket.connect" and isinstance(arguments[1], tuple) and not _is_local(arguments[1][0]):
         refuse(f"it connects to {arguments[1][0]}")
+
+
+def _looks_for_library() -> bool:
+    """Return whether ctypes asks where a library is; the programs that it starts for that change nothing."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__") == "ctypes.util":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_local(host: Any) -> bool:
